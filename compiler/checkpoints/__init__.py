@@ -1,0 +1,47 @@
+"""Checkpoints: files of weights that others wrote, opened by content, headers only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tapeout.compiler.checkpoints.base import Checkpoint, FileIdentity, TensorInfo
+from tapeout.compiler.checkpoints.gguf import MAGIC, LazyArray, open_gguf
+from tapeout.compiler.checkpoints.safetensors import open_safetensors
+from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.runtime.errors import TapeoutError
+
+__all__ = ["Checkpoint", "FileIdentity", "LazyArray", "TensorInfo", "open_checkpoint", "resolve_source"]
+
+ACCEPTED = (
+    "accepted are a .gguf file (of a split one its first part), a .safetensors file beside its config.json, "
+    "and a folder with config.json and safetensors files, or with one .gguf file"
+)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the checkpoint at ``path``, told apart by content. Raises TapeoutError in one sentence for any fault."""
+    if not path.exists():
+        raise TapeoutError(f"{path}: there is no such file or folder; {ACCEPTED}")
+    if path.is_dir():
+        return _open_folder(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise TapeoutError(f"{path}: cannot be read ({error.strerror})") from error
+    if start[:4] == MAGIC:
+        return open_gguf(path)
+    if start[8:9] == b"{":
+        return open_safetensors(path)
+    raise TapeoutError(f"{path}: is neither GGUF nor safetensors (it begins with {start!r}); {ACCEPTED}")
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    ggufs = sorted(path.glob("*.gguf"))
+    if not ggufs or (path / "config.json").is_file():
+        return open_safetensors(path)
+    if len(ggufs) > 1:
+        raise TapeoutError(
+            f"{path}: holds several GGUF files; name one of {', '.join(each.name for each in ggufs[:8])}"
+        )
+    return open_gguf(ggufs[0])

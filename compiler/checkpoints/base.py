@@ -1,0 +1,161 @@
+"""What a checkpoint is, whatever file holds it: named tensors with places in files, a config, tokenizer files.
+
+Opening reads headers only; ``Checkpoint.read_rows`` fetches bytes, a bounded number at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import numpy as np
+
+from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.formats.base import Bytes
+from tapeout.runtime.errors import TapeoutError
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: ``shape`` in numpy order ([out, in]), ``format`` of FORMATS, ``offset`` from the file's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    file: Path
+    offset: int
+    nbytes: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows: the product of all axes but the last; 1 for a vector."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row along the last axis."""
+        return FORMATS[self.format].row_bytes(self.shape[-1] if self.shape else 1)
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What tells a file from a changed one without reading it; for caches on one machine, never for artifacts."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path, stat: os.stat_result | None = None) -> FileIdentity:
+        """The identity of ``path`` now, or as ``stat`` describes it. Raises TapeoutError when there is no such file."""
+        try:
+            stat = stat or path.stat()
+        except OSError as error:
+            raise TapeoutError(f"{path}: cannot be read ({error.strerror})") from error
+        return cls(path, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint, headers only.
+
+    - ``container``: "gguf" or "safetensors";
+    - ``tensors``: by name, sorted, so that the order in the file cannot be seen;
+    - ``config``: config.json of a safetensors folder; the metadata keys of a GGUF, arrays as ``LazyArray``;
+    - ``generation_config``: generation_config.json, or empty;
+    - ``tokenizer_files``: file name -> path, empty for a GGUF (its tokenizer is in ``config``);
+    - ``unlisted``: names of tensors that shards hold and their index does not list; they are not in ``tensors``;
+    - ``files``: every file that was read, as it was then.
+    """
+
+    container: str
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tokenizer_files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    unlisted: tuple[str, ...] = ()
+    files: tuple[FileIdentity, ...] = ()
+
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """Path, size, mtime and inode of each file, sorted by path: the key under which results may be cached."""
+        return self.files
+
+    def read(self, name: str) -> Bytes:
+        """All bytes of the tensor ``name``, uint8 [rows, row_bytes]. Raises like ``read_rows``."""
+        info = self.tensors[name]
+        return self.read_rows(info, 0, info.rows)
+
+    def read_rows(self, info: TensorInfo, start: int, stop: int) -> Bytes:
+        """Bytes of rows [start, stop) of a tensor, uint8 [stop - start, row_bytes]; safe to call from many threads.
+
+        Raises TapeoutError when the file has changed since the checkpoint was opened.
+        """
+        assert 0 <= start <= stop <= info.rows, (info.name, start, stop)
+        row_bytes = info.row_bytes
+        out = np.empty((stop - start, row_bytes), np.uint8)
+        view = out.reshape(-1).data
+        known = next(each for each in self.files if each.path == info.file)
+        try:
+            fd = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TapeoutError(f"{info.file}: cannot be read any more ({error.strerror}); compile again") from error
+        try:
+            if FileIdentity.of(info.file, os.fstat(fd)) != known:
+                raise TapeoutError(f"{info.file}: the file changed while it was being read; compile again")
+            done, offset = 0, info.offset + start * row_bytes
+            while done < len(view):
+                got = os.preadv(fd, [view[done:]], offset + done)
+                if got == 0:
+                    raise TapeoutError(f"{info.file}: ends inside tensor {info.name!r}; the file was cut while in use")
+                done += got
+        finally:
+            os.close(fd)
+        return out
+
+
+def sorted_tensors(tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
+    """Tensors by name, in name order. Names must be unique."""
+    return {info.name: info for info in sorted(tensors, key=lambda info: info.name)}
+
+
+def load_json(text: bytes, where: str) -> Any:
+    """Parse strict JSON: UTF-8, no duplicate keys, no NaN. Raises TapeoutError that begins with ``where``."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) < len(items):
+            seen: set[str] = set()
+            twice = next(key for key, _ in items if key in seen or seen.add(key))
+            raise TapeoutError(f"{where}: the key {twice!r} stands twice in one JSON object; each may stand once")
+        return found
+
+    def constant(text: str) -> NoReturn:
+        raise TapeoutError(f"{where}: {text} is not JSON; numbers must be finite")
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+    except TapeoutError:
+        raise
+    except UnicodeDecodeError as error:
+        raise TapeoutError(f"{where}: not UTF-8 text (byte {error.start}); JSON must be UTF-8") from error
+    except (ValueError, RecursionError) as error:
+        raise TapeoutError(f"{where}: not valid JSON ({error}); the file is damaged") from error
+
+
+def load_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a small file. Raises TapeoutError when it is not one."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise TapeoutError(f"{path}: cannot be read ({error.strerror})") from error
+    value = load_json(text, str(path))
+    if not isinstance(value, dict):
+        raise TapeoutError(f"{path}: holds a JSON {type(value).__name__}; it must be an object")
+    return cast("dict[str, Any]", value)

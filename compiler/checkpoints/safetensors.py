@@ -1,0 +1,229 @@
+"""Safetensors: header parser, and folders of shards with their index as an allow-list.
+
+Format (safetensors README, "Format"): u64 header length, JSON header, data; offsets cover the data without holes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeGuard, cast
+
+from tapeout.compiler.checkpoints.base import (
+    Checkpoint,
+    FileIdentity,
+    TensorInfo,
+    load_json,
+    load_json_object,
+    sorted_tensors,
+)
+from tapeout.compiler.formats import by_safetensors
+from tapeout.runtime.errors import TapeoutError
+
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+MAX_HEADER = 100_000_000  # the limit of the safetensors library
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as the header lists it; ``begin`` and ``end`` are absolute byte offsets."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def open_safetensors(path: Path) -> Checkpoint:
+    """Open a safetensors file, or a folder of them with config.json.
+
+    Raises TapeoutError naming the file, the tensor and the rule, for anything malformed.
+    """
+    folder = path if path.is_dir() else path.parent
+    shards, assigned = ([path], None) if path.is_file() else _shards(folder)
+    if path.is_file() and (match := SHARD.fullmatch(path.name)) and int(match["count"]) > 1:
+        raise TapeoutError(f"{path}: is one of {int(match['count'])} shards; name the folder {folder} instead")
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise TapeoutError(
+            f"{folder}: has no config.json; a safetensors checkpoint needs the model's config.json beside it"
+        )
+    generation = folder / "generation_config.json"
+    tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+    small = [config_path, *tokenizer.values(), *(each for each in (generation, folder / INDEX) if each.is_file())]
+    files = tuple(FileIdentity.of(each) for each in sorted([*shards, *small]))
+    headers = {shard: read_header(shard) for shard in shards}
+    tensors, unlisted = _choose(headers, assigned, folder)
+    return Checkpoint(
+        container="safetensors",
+        path=path,
+        tensors=sorted_tensors(_tensor(shard, entry) for shard, entry in tensors),
+        config=load_json_object(config_path),
+        generation_config=load_json_object(generation) if generation.is_file() else {},
+        tokenizer_files=tokenizer,
+        unlisted=unlisted,
+        files=files,
+    )
+
+
+def _shards(folder: Path) -> tuple[list[Path], dict[str, Path] | None]:
+    """The shard files of a folder and, where an index lists them, tensor -> shard."""
+    if (folder / INDEX).is_file():
+        assigned = _index(folder)
+        return sorted(set(assigned.values())), assigned
+    found = sorted(folder.glob("*.safetensors"))
+    names = [each.name for each in found]
+    if names == ["model.safetensors"]:
+        return found, None
+    count = len(names)
+    if names and names == [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]:
+        return found, None
+    held = "holds no safetensors files" if not names else f"holds {', '.join(names[:8])} without {INDEX}"
+    raise TapeoutError(
+        f"{folder}: {held}; needed are exactly model.safetensors, "
+        f"a complete set model-00001-of-0000N.safetensors, or {INDEX}"
+    )
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    path = folder / INDEX
+    weight_map = load_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise TapeoutError(f"{path}: has no 'weight_map'; it must map each tensor to its shard file")
+    assigned: dict[str, Path] = {}
+    present: set[Path] = set()
+    for name, file in cast("dict[str, Any]", weight_map).items():
+        if not isinstance(file, str) or not file or "\0" in file:
+            raise TapeoutError(f"{path}: assigns tensor {name!r} to {file!r}; it must be the name of a file")
+        parts = PurePosixPath(file).parts
+        if file.startswith("/") or "\\" in file or ".." in parts or not parts:
+            raise TapeoutError(
+                f"{path}: assigns tensor {name!r} to {file!r}, outside the folder; shards must lie inside it"
+            )
+        shard = folder / file
+        if shard not in present and not shard.is_file():
+            raise TapeoutError(
+                f"{path}: names the shard {file!r}, which is not in the folder; fetch it, or repair the index"
+            )
+        present.add(shard)
+        assigned[name] = shard
+    return assigned
+
+
+def _choose(
+    headers: dict[Path, dict[str, Entry]], assigned: dict[str, Path] | None, folder: Path
+) -> tuple[list[tuple[Path, Entry]], tuple[str, ...]]:
+    """The tensors to use with their shards, and the names that no index lists."""
+    if assigned is None:
+        owner: dict[str, Path] = {}
+        for shard, header in headers.items():
+            for name in header:
+                if name in owner:
+                    raise TapeoutError(
+                        f"{folder}: tensor {name!r} stands in {owner[name].name} and in {shard.name}; once is allowed"
+                    )
+                owner[name] = shard
+        return [(shard, headers[shard][name]) for name, shard in owner.items()], ()
+    for name, shard in assigned.items():
+        if name not in headers[shard]:
+            raise TapeoutError(
+                f"{folder / INDEX}: assigns tensor {name!r} to {shard.name}, which does not hold it; "
+                "fetch the shard again, or repair the index"
+            )
+    unlisted = {name for header in headers.values() for name in header} - assigned.keys()
+    return [(shard, headers[shard][name]) for name, shard in assigned.items()], tuple(sorted(unlisted))
+
+
+def _tensor(shard: Path, entry: Entry) -> TensorInfo:
+    try:
+        form = by_safetensors(entry.dtype)
+    except TapeoutError as error:
+        raise TapeoutError(f"{shard}: tensor {entry.name!r} has dtype {entry.dtype}: {error}") from error
+    return TensorInfo(entry.name, entry.shape, form.name, shard, entry.begin, entry.end - entry.begin)
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Every tensor of one safetensors file, by name. Reads the header only.
+
+    Raises TapeoutError unless the tensors cover the data part exactly, each by as many bytes as its shape says.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 10 or not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise TapeoutError(
+                    f"{path}: claims a header of {length} bytes in a file of {size}; it must fit in the file and in "
+                    f"{MAX_HEADER} bytes: the file is truncated or is not safetensors"
+                )
+            header = load_json(file.read(length), f"{path}: header")
+    except OSError as error:
+        raise TapeoutError(f"{path}: cannot be read ({error.strerror})") from error
+    if not isinstance(header, dict):
+        raise TapeoutError(f"{path}: the header is a JSON {type(header).__name__}; it must be an object")
+    listed = cast("dict[str, Any]", header)
+    listed.pop("__metadata__", None)
+    entries = [_entry(path, name, value, 8 + length) for name, value in listed.items()]
+    _check_cover(path, entries, 8 + length, size)
+    return {entry.name: entry for entry in entries}
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> Entry:
+    dtype, shape, begin, end = _fields(path, name, value)
+    if dtype not in DTYPE_BYTES:
+        raise TapeoutError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
+    needed = math.prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != needed:
+        raise TapeoutError(
+            f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {needed} bytes and its offsets "
+            f"[{begin}, {end}] give {end - begin}; they must agree"
+        )
+    return Entry(name, dtype, shape, start + begin, start + end)
+
+
+def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
+    shown: object = value
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        dtype, shape, place = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if isinstance(dtype, str) and _whole_numbers(shape) and _whole_numbers(place) and len(place) == 2:
+            return dtype, tuple(shape), place[0], place[1]
+    raise TapeoutError(
+        f"{path}: tensor {name!r} is described as {str(shown)[:120]}; needed are dtype, shape and "
+        "data_offsets [begin, end] of whole numbers from 0 and below 2^63"
+    )
+
+
+def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(
+        type(each) is int and 0 <= each < 1 << 63 for each in cast("list[Any]", value)
+    )
+
+
+def _check_cover(path: Path, entries: list[Entry], start: int, size: int) -> None:
+    at, before = start, "the header"
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != at:
+            fault = "overlaps" if entry.begin < at else f"leaves a hole of {entry.begin - at} bytes after"
+            raise TapeoutError(
+                f"{path}: tensor {entry.name!r} {fault} {before!r}; tensors must follow each other without gaps"
+            )
+        at, before = entry.end, entry.name
+        if at > size:
+            raise TapeoutError(
+                f"{path}: tensor {entry.name!r} ends at byte {at} and the file has {size}; "
+                "the file is truncated: fetch it again"
+            )
+    if at != size:
+        raise TapeoutError(
+            f"{path}: has {size - at} bytes after the last tensor; nothing may follow it: the file is damaged"
+        )

@@ -1,0 +1,79 @@
+"""What a number format is: a block layout with bit-exact meaning.
+
+A format is data about blocks plus two functions over whole rows. One file a format family registers its formats in
+``tapeout.compiler.formats.FORMATS``; nothing else in the compiler knows a format by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight matrix taken apart into integer codes and affine group parameters, all exact.
+
+    ``value[n, k] = scale(n, k // group) * (codes[n, k] - zero) - minimum(n, k // group)`` where
+
+    - ``codes``: uint8 [N, K], ``bits`` significant bits each;
+    - ``zero``: what is subtracted from every code (8 for Q4_0, 128 for Q8_0, 0 for Q4_1 and Q4_K);
+    - ``d``: float16 [N, K/super]; ``sub``: int8/uint8 [N, K/group] or None (then super == group);
+      scale = float32(d) * float32(sub);
+    - ``dmin``, ``submin``: the same for the minimum, or None when the format has none.
+      For Q4_1 and Q5_1 the file stores ``+m``; it is kept as ``dmin`` with ``negate_min`` True (value adds it).
+    """
+
+    bits: int
+    group: int
+    super: int
+    zero: int
+    codes: npt.NDArray[np.uint8]
+    d: npt.NDArray[np.float16]
+    sub: npt.NDArray[np.int16] | None = None
+    dmin: npt.NDArray[np.float16] | None = None
+    submin: npt.NDArray[np.int16] | None = None
+    negate_min: bool = False
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    ``block`` elements along the last axis take ``block_bytes`` bytes; a row is a whole number of blocks, so a tensor
+    may be cut anywhere between rows and, along the last axis, only between blocks (``cut``).
+    ``decode`` maps bytes [rows, row_bytes] to float32 [rows, K], bit for bit as the format's own library does.
+    ``encode`` maps float32 [rows, K] to bytes [rows, row_bytes], or is None where we cannot write the format.
+    ``codes`` takes a quantized matrix apart for the kernels, or is None for plain floats.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+    decode: Callable[[Bytes], Floats]
+    encode: Callable[[Floats], Bytes] | None = None
+    codes: Callable[[Bytes], Codes] | None = None
+    gguf_id: int | None = None
+    safetensors: str | None = None
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of one row of ``k`` elements. Raises ValueError when ``k`` is not a whole number of blocks."""
+        if k % self.block:
+            raise ValueError(f"{self.name} stores blocks of {self.block} elements; a row of {k} is not a whole number of them")
+        return k // self.block * self.block_bytes
+
+    @property
+    def is_float(self) -> bool:
+        """Whether every element stands for itself (F32, F16, BF16)."""
+        return self.block == 1
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Storage cost in bits per element."""
+        return 8 * self.block_bytes / self.block

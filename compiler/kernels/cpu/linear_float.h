@@ -1,0 +1,52 @@
+/* Products of float tile16 weights with float32 activations, one FMA an element, in the order of k. */
+#ifndef TAPEOUT_LINEAR_FLOAT_H
+#define TAPEOUT_LINEAR_FLOAT_H
+#include "tile16.h"
+
+#define TP_CHUNK 256 /* elements of k between two visits of a row's accumulator: 16 KiB of weights stay in L1 */
+#define TP_SIDE 0
+
+typedef struct operand {
+    const float *x; /* first row, first element of the chunk */
+    int64_t k;      /* floats a row */
+    float *weights; /* [TP_CHUNK][16], the chunk as float32 */
+    int rows;
+} operand;
+
+TP_FN operand operand_of(const void *x, int64_t k, int64_t cap, int64_t k0, int64_t k1, int row, int rows, void *work) {
+    (void)cap, (void)k1;
+    return (operand){ (const float *)x + row * k + k0, k, work, rows };
+}
+
+/* `rows` rows of activations against one tile: accumulators in registers. */
+TP_INLINE void multiply_rows(const float *w, int64_t k, const float *x, int64_t ldx, int rows, float *sums) {
+    enum { most = 12 };
+    vf sum[most][TP_UNITS];
+    for (int t = 0; t < rows; t++)
+        for (int u = 0; u < TP_UNITS; u++) sum[t][u] = vf_load(sums + t * TP_TILE + u * TP_WIDTH);
+    for (int64_t i = 0; i < k; i++) {
+        vf line[TP_UNITS];
+        for (int u = 0; u < TP_UNITS; u++) line[u] = vf_load(w + i * TP_TILE + u * TP_WIDTH);
+        for (int t = 0; t < rows; t++)
+            for (int u = 0; u < TP_UNITS; u++) sum[t][u] = vf_fma(line[u], vf_all(x[t * ldx + i]), sum[t][u]);
+    }
+    for (int t = 0; t < rows; t++)
+        for (int u = 0; u < TP_UNITS; u++) vf_store(sums + t * TP_TILE + u * TP_WIDTH, sum[t][u]);
+}
+
+/* Add the products of elements k0 .. k1 into sums[tile][rows][16] for `tiles` tiles. */
+TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
+    enum { block = TP_WIDTH == 16 ? 12 : 6 };
+    for (int n = 0; n < tiles; n++, sums += x->rows * TP_TILE) {
+        const uint8_t *source = w[n] + TP_TILE_BYTES(k0);
+        for (int64_t i = 0; i < (k1 - k0) * TP_UNITS; i++)
+            vf_store(x->weights + i * TP_WIDTH, tile16_float(source + i * TP_WIDTH * TP_BITS / 8));
+        int t = 0;
+        for (; t + block <= x->rows; t += block)
+            multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, block, sums + t * TP_TILE);
+        for (; t + 4 <= x->rows; t += 4)
+            multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, 4, sums + t * TP_TILE);
+        for (; t < x->rows; t++) multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, 1, sums + t * TP_TILE);
+    }
+}
+#endif

@@ -1,0 +1,34 @@
+"""Kernels without a configuration: norms, activation quantization, rotary tables, attention, elementwise work."""
+
+from __future__ import annotations
+
+from tapeout.compiler.stages import KernelEntry
+
+
+def _entry(name: str, source: str, *params: str) -> KernelEntry:
+    return KernelEntry(name, source.removesuffix(".c"), params, source, ())
+
+
+RMSNORM_F32 = _entry("rmsnorm_f32", "norm.c", "x", "ldx", "weight", "y", "k", "eps")
+RMSNORM_X8 = _entry("rmsnorm_x8", "norm.c", "x", "ldx", "weight", "y", "k", "eps", "cap")
+RMSNORM_ADD = _entry("rmsnorm_add", "norm.c", "x", "ldx", "weight", "y", "k", "eps")
+QUANTIZE_X8 = _entry("quantize_x8", "norm.c", "x", "ldx", "y", "k", "cap")
+ROPE_TABLE = _entry("rope_table", "rope.c", "inv_freq", "y", "d", "factor")
+GATED = {
+    "silu": _entry("gated_silu", "elementwise.c", "x", "ldx", "y", "k"),
+    "gelu_tanh": _entry("gated_gelu", "elementwise.c", "x", "ldx", "y", "k"),
+}
+ADD_F32 = _entry("add_f32", "elementwise.c", "x", "y", "k")
+GATHER_F32 = _entry("gather_f32", "elementwise.c", "x", "y", "k")
+
+
+def rope_kv(dtype: str) -> KernelEntry:
+    """Rotation of q and k, and writing k and v to the pool in ``dtype`` (f16 or f32)."""
+    return _entry(f"rope_kv_{dtype}", "rope.c", "q", "ldq", "k", "ldk", "v", "ldv", "table", "kv", "heads", "kv_heads",
+                  "head_dim", "page_tokens", "q_norm", "k_norm", "eps")  # fmt: skip
+
+
+def attention(dtype: str) -> KernelEntry:
+    """Attention over the pool; its cost follows the live length."""
+    return _entry(f"attention_{dtype}", "attention.c", "q", "ldq", "y", "kv", "heads", "kv_heads", "head_dim",
+                  "page_tokens", "scale", "window", "split", "split_bytes")  # fmt: skip

@@ -1,0 +1,338 @@
+"""The stages between a spec and an artifact, each a frozen value named after what is true of it, with its verifier.
+
+A pass maps earlier stages to a later one; the pipeline runs ``check`` on every stage right after the pass that made it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tapeout.compiler.ir import Graph, check_graph
+from tapeout.compiler.recipes import Recipe
+
+Evidence = tuple[tuple[str, int | float | str], ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for a subject, why, and why each alternative lost."""
+
+    by: str
+    subject: str
+    choice: str
+    reason: str
+    alternatives: tuple[tuple[str, str], ...] = ()
+    evidence: Evidence = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the plan."""
+        return {
+            "pass": self.by,
+            "subject": self.subject,
+            "choice": self.choice,
+            "reason": self.reason,
+            "alternatives": [{"choice": choice, "why": why} for choice, why in self.alternatives],
+            "evidence": dict(self.evidence),
+        }
+
+
+def generalize(name: str) -> str:
+    """A name with its layer number replaced by ``*``, under which equal decisions of many layers are one."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+@dataclass(frozen=True)
+class LogicalModel:
+    """A model as its family declares it: the program, and for every weight slot the recipe that fills it."""
+
+    family: str
+    name: str
+    config: tuple[tuple[str, Any], ...]
+    graph: Graph
+    recipes: tuple[tuple[str, Recipe], ...]
+    container: str
+    tensors: int
+    ignored: tuple[tuple[str, str], ...]
+    vocab_size: int
+    max_context: int
+
+    def check(self) -> None:
+        """Every slot has one recipe of its shape."""
+        check_graph(self.graph)
+        _check_recipes(self.graph, self.recipes)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A weight whose number format is changed at compile time."""
+
+    weight: str
+    source: str
+    to: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """Every weight has the number format it will be served in."""
+
+    logical: LogicalModel
+    recipes: tuple[tuple[str, Recipe], ...]
+    conversions: tuple[Conversion, ...]
+    decisions: tuple[Decision, ...]
+
+    def check(self) -> None:
+        """Slots and shapes are still those of the logical model."""
+        _check_recipes(self.logical.graph, self.recipes)
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """Projections that read one input and share a format are one weight, its parts in declared order."""
+
+    quantized: QuantizedModel
+    graph: Graph
+    recipes: tuple[tuple[str, Recipe], ...]
+    decisions: tuple[Decision, ...]
+
+    def check(self) -> None:
+        """The program is still well formed and every fused weight has the shape its op needs."""
+        check_graph(self.graph)
+        _check_recipes(self.graph, self.recipes)
+
+
+def _check_recipes(graph: Graph, recipes: tuple[tuple[str, Recipe], ...]) -> None:
+    filled = dict(recipes)
+    assert len(filled) == len(recipes), "a weight slot is filled twice"
+    assert filled.keys() == graph.slots.keys(), f"slots and recipes differ: {sorted(filled.keys() ^ graph.slots.keys())}"
+    for name, recipe in recipes:
+        assert recipe.shape == graph.slots[name].shape, f"{name}: {recipe.shape} fills a slot of {graph.slots[name].shape}"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One weight as it will lie in the artifact. ``recipe`` ends in a Pack; ``nbytes`` excludes alignment."""
+
+    name: str
+    recipe: Recipe
+    axes: tuple[str, ...]
+    layout: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """An argument that points ``column`` floats into a buffer of the arena."""
+
+    buffer: str
+    column: int = 0
+
+
+@dataclass(frozen=True)
+class WeightRef:
+    """An argument that points at a weight."""
+
+    weight: str
+
+
+@dataclass(frozen=True)
+class KvRef:
+    """An argument that points at the KV pool of a layer."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """An argument that is the number of rows a launch list is planned for."""
+
+
+Arg = Span | WeightRef | KvRef | Capacity | int | float
+
+
+@dataclass(frozen=True)
+class Produced:
+    """Which columns of a launch's output hold the value of which logical op."""
+
+    op: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel call with symbolic addresses. ``output`` is the argument that ``produces`` refers to."""
+
+    kernel: str
+    op: str
+    args: tuple[tuple[str, Arg], ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    produces: tuple[Produced, ...] = ()
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A piece of the arena: ``fixed`` bytes plus ``per_row`` bytes for each row. Pinned ones outlive their list."""
+
+    name: str
+    per_row: int
+    fixed: int = 0
+    kind: str = "f32"
+    columns: int = 0
+    pinned: bool = False
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes for a launch list of ``rows`` rows, rounded up to a cache line."""
+        return -(-(self.fixed + self.per_row * rows) // 64) * 64
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """A kernel the artifact carries: its symbol, its parameters in ABI order, and the C file and macros it comes from."""
+
+    name: str
+    template: str
+    params: tuple[str, ...]
+    source: str
+    defines: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class SelectedModel:
+    """Kernels are chosen: the body works on all rows of a step, the head on the rows whose logits are wanted."""
+
+    fused: FusedModel
+    kernels: tuple[KernelEntry, ...]
+    weights: tuple[PackedWeight, ...]
+    buffers: tuple[Buffer, ...]
+    body: tuple[Launch, ...]
+    head: tuple[Launch, ...]
+    logits: str
+    kv_layers: int
+    kv_token_bytes: int
+    decisions: tuple[Decision, ...]
+
+    def check(self) -> None:
+        """Launches use known kernels, weights and buffers, and read only what was written."""
+        known = {kernel.name: set(kernel.params) for kernel in self.kernels}
+        weights = {weight.name for weight in self.weights}
+        buffers = {buffer.name for buffer in self.buffers}
+        written: set[str] = set()
+        for launch in (*self.body, *self.head):
+            assert {name for name, _ in launch.args} == known[launch.kernel], f"{launch.op}: arguments of {launch.kernel}"
+            for _, arg in launch.args:
+                assert not isinstance(arg, WeightRef) or arg.weight in weights, f"{launch.op}: {arg}"
+                assert not isinstance(arg, Span) or arg.buffer in buffers, f"{launch.op}: {arg}"
+            unread = set(launch.reads) - written
+            assert not unread, f"{launch.op} reads {sorted(unread)} before anything is written there"
+            written.update(launch.writes)
+        assert self.logits in written, "the logits are never written"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a buffer lies in the arena and from which to which launch of its list it is needed."""
+
+    buffer: str
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """The buffers of one launch list."""
+
+    name: str
+    phase: str
+    rows: int
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class WeightPlace:
+    """Where a weight lies in the data section of the weights file; ``nbytes`` includes its padding."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Every byte the process will hold, apart from the code itself."""
+
+    weights: int
+    kv_pool: int
+    arena: int
+    scratch: int
+    capacity: int
+    max_context: int
+    max_sequences: int
+    page_tokens: int
+    pages: int
+    kv_layer_bytes: int
+    places: tuple[WeightPlace, ...]
+    graphs: tuple[GraphMemory, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def total(self) -> int:
+        """All planned bytes."""
+        return self.weights + self.kv_pool + self.arena + self.scratch
+
+    def check(self) -> None:
+        """No two buffers that live at the same time overlap, everything lies in the arena, and all fits the device."""
+        assert self.total <= self.capacity
+        for graph in self.graphs:
+            for index, a in enumerate(graph.placements):
+                assert a.offset >= 0 and a.offset + a.nbytes <= self.arena, f"{graph.name}: {a.buffer} leaves the arena"
+                for b in graph.placements[index + 1 :]:
+                    apart_in_time = a.last < b.first or b.last < a.first
+                    apart_in_space = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
+                    assert apart_in_time or apart_in_space, f"{graph.name}: {a.buffer} and {b.buffer} overlap"
+
+
+@dataclass(frozen=True)
+class LaunchList:
+    """One bucket: every argument resolved to an offset or a number."""
+
+    name: str
+    phase: str
+    rows: int
+    launches: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The closed set of launch lists."""
+
+    lists: tuple[LaunchList, ...]
+    decisions: tuple[Decision, ...]
+
+    def check(self) -> None:
+        """One head, at least one prefill and one decode list, and names are unique."""
+        names = [entry.name for entry in self.lists]
+        assert len(set(names)) == len(names)
+        assert {entry.phase for entry in self.lists} == {"prefill", "decode", "head"}
+
+
+def merge_decisions(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+    """Decisions that differ only in their layer become one; ``evidence`` counts them."""
+    merged: dict[tuple[Any, ...], list[Decision]] = {}
+    for decision in decisions:
+        key = (decision.by, generalize(decision.subject), decision.choice, decision.reason, decision.alternatives, decision.evidence)
+        merged.setdefault(key, []).append(decision)
+    result: list[Decision] = []
+    for same in merged.values():
+        first = same[0]
+        subject = generalize(first.subject) if len(same) > 1 else first.subject
+        evidence = (*first.evidence, ("weights", len(same))) if len(same) > 1 else first.evidence
+        result.append(Decision(first.by, subject, first.choice, first.reason, first.alternatives, evidence))
+    return tuple(result)

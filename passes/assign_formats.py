@@ -1,0 +1,61 @@
+"""assign_formats: each weight keeps its number format or gets the one that the spec's rules ask for."""
+
+from __future__ import annotations
+
+from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.recipes import Convert, Recipe
+from tapeout.compiler.spec import Quantization
+from tapeout.compiler.stages import Conversion, Decision, LogicalModel, QuantizedModel, merge_decisions
+from tapeout.runtime.errors import TapeoutError
+
+# What a default gives way to where its blocks do not divide a row: the smallest that is at least as exact.
+FALLBACKS = ("q8_0", "bf16")
+
+
+def assign_formats(logical: LogicalModel, quantization: Quantization) -> QuantizedModel:
+    """Vectors stay float32; matrices follow ``quantization`` (the first matching rule wins, else the default)."""
+    recipes: list[tuple[str, Recipe]] = []
+    conversions: list[Conversion] = []
+    decisions: list[Decision] = []
+    for name, recipe in logical.recipes:
+        if len(recipe.shape) == 1:
+            recipes.append((name, recipe))
+            continue
+        wanted, rule = quantization.format_for(name)
+        decision = _choose(name, recipe, wanted, rule, quantization)
+        decisions.append(decision)
+        if decision.choice != recipe.format:
+            conversions.append(Conversion(name, recipe.format, decision.choice, rule))
+            recipe = _convert(recipe, decision.choice)
+        recipes.append((name, recipe))
+    return QuantizedModel(logical, tuple(recipes), tuple(conversions), merge_decisions(decisions))
+
+
+def _convert(recipe: Recipe, to: str) -> Recipe:
+    return Convert(recipe, to)
+
+
+def _choose(name: str, recipe: Recipe, wanted: str, rule: str, quantization: Quantization) -> Decision:
+    source = recipe.format
+    if quantization.activations == "f32" and wanted == "keep" and not FORMATS[source].is_float:
+        return Decision("assign_formats", name, "f32", "activations are float32, so the weight is dequantized at compile time",
+                        ((source, "kernels for quantized weights take 8-bit activations"),))  # fmt: skip
+    if wanted in ("keep", source):
+        return Decision("assign_formats", name, source, "kept as the checkpoint has it")
+    if not FORMATS[source].is_float and wanted != "f32" and not quantization.allow_requantize:
+        raise TapeoutError(
+            f"{name} is {source} in the checkpoint and {rule} asks for {wanted}, but quantization.allow_requantize is false; "
+            "set it to true or let the rule keep the weight"
+        )
+    if recipe.shape[1] % FORMATS[wanted].block == 0:
+        return Decision("assign_formats", name, wanted, f"asked for by {rule}", ((source, "the checkpoint's own format"),))
+    return _fall_back(name, recipe, wanted, rule)
+
+
+def _fall_back(name: str, recipe: Recipe, wanted: str, rule: str) -> Decision:
+    k, block = recipe.shape[1], FORMATS[wanted].block
+    legal = [other for other in FALLBACKS if k % FORMATS[other].block == 0]
+    why = f"rows of {k} are not whole blocks of {block}"
+    if rule != "default":
+        raise TapeoutError(f"quantization.{rule} asks for {wanted} on {name}, but {why}; formats that fit: {', '.join([*legal, 'f16', 'f32'])}")
+    return Decision("assign_formats", name, legal[0], f"the default {wanted} does not fit", ((wanted, why),))

@@ -1,0 +1,68 @@
+"""fuse_weights: projections of one input become one matrix, parts in declared order, where their formats agree."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from tapeout.compiler.ir import Graph, Op, Weight
+from tapeout.compiler.recipes import Concat, Recipe
+from tapeout.compiler.stages import Decision, FusedModel, QuantizedModel, merge_decisions
+
+
+def fuse_weights(quantized: QuantizedModel) -> FusedModel:
+    """Join neighbours that declare the same ``fuse`` group, input, format and presence of a bias."""
+    graph = quantized.logical.graph
+    slots, recipes = dict(graph.slots), dict(quantized.recipes)
+    ops: list[Op] = []
+    decisions: list[Decision] = []
+
+    def kind(op: Op) -> tuple[str, str, str, int]:
+        if not op.fuse:
+            return (op.name, "", "", 0)
+        return (op.fuse, op.inputs[0], recipes[op.weights[0]].format, len(op.weights))
+
+    for _, run in groupby(graph.ops, key=kind):
+        parts = list(run)
+        if len(parts) == 1:
+            ops.append(parts[0])
+        else:
+            ops.append(_join(parts, slots, recipes))
+        if parts[0].fuse:
+            decisions.append(_decide(parts, recipes, graph))
+    fused = Graph(tuple(ops), tuple(slots.values()), graph.output)
+    return FusedModel(quantized, fused, tuple((name, recipes[name]) for name in slots), merge_decisions(decisions))
+
+
+def _join(parts: list[Op], slots: dict[str, Weight], recipes: dict[str, Recipe]) -> Op:
+    """One op over the concatenation; its slots replace those of the parts."""
+    group = [op for op in parts]
+    whole = _fused_name(group)
+    weights: list[str] = []
+    for index, suffix in enumerate(("", ".bias")[: len(parts[0].weights)]):
+        names = [op.weights[index] for op in parts]
+        sources = [slots.pop(name) for name in names]
+        rows = sum(slot.shape[0] for slot in sources)
+        slots[whole + suffix] = Weight(whole + suffix, (rows, *sources[0].shape[1:]), sources[0].axes)
+        recipes[whole + suffix] = Concat(tuple(recipes.pop(name) for name in names))
+        weights.append(whole + suffix)
+    width = sum(op.width for op in parts)
+    return Op("linear", whole, parts[0].inputs, tuple(weights), width, fuse=parts[0].fuse,
+              parts=tuple((op.name, op.width) for op in parts))  # fmt: skip
+
+
+def _fused_name(parts: list[Op]) -> str:
+    """The group's name, or that of a partial fusion: qk_proj of q_proj and k_proj."""
+    at, _, last = parts[0].fuse.rpartition(".")
+    short = [op.name.rpartition(".")[2].removesuffix("_proj") for op in parts]
+    joined = ("" if all(len(word) == 1 for word in short) else "_").join(short) + "_proj"
+    return parts[0].fuse if joined == last else f"{at}.{joined}"
+
+
+def _decide(parts: list[Op], recipes: dict[str, Recipe], graph: Graph) -> Decision:
+    group = [op for op in graph.ops if op.fuse == parts[0].fuse]
+    names = ", ".join(op.name.rpartition(".")[2] for op in parts)
+    if len(parts) == len(group):
+        return Decision("fuse_weights", parts[0].fuse, f"one matrix: {names}", "same input and format, in declared order")
+    why = "their number formats differ, and requantizing one would change its values"
+    return Decision("fuse_weights", parts[0].fuse, f"kept apart: {names}" if len(parts) == 1 else f"one matrix: {names}", why,
+                    (("one matrix for the whole group", why),))  # fmt: skip

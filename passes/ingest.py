@@ -1,0 +1,115 @@
+"""ingest: a checkpoint and its family become a logical model; every tensor is consumed or ignored with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tapeout.compiler.checkpoints import Checkpoint, TensorInfo
+from tapeout.compiler.ir import Builder, Weight
+from tapeout.compiler.models import find_family
+from tapeout.compiler.models.base import Family, Sources
+from tapeout.compiler.recipes import Convert, Divide, Read, Recipe
+from tapeout.compiler.spec import Model
+from tapeout.compiler.stages import LogicalModel
+from tapeout.runtime.errors import TapeoutError
+
+
+def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
+    """Parse the config, write down the forward pass, and fill every weight slot from exactly one tensor."""
+    family = find_family(_architectures(model, checkpoint), str(checkpoint.path))
+    config, sources = _parse(family, checkpoint)
+    builder = Builder()
+    graph = builder.graph(family.forward(config, builder))
+    filler = _Filler(family, sources, checkpoint, dict(family.constants(config)))
+    recipes = tuple((slot.name, filler.fill(slot)) for slot in graph.weights)
+    return LogicalModel(
+        family=family.name,
+        name=model.name or _own_name(checkpoint),
+        config=tuple(sorted(config.to_json().items())),
+        graph=graph,
+        recipes=recipes,
+        container=checkpoint.container,
+        tensors=len(checkpoint.tensors),
+        ignored=tuple(filler.leftovers(config.tied)),
+        vocab_size=config.vocab_size,
+        max_context=config.max_context,
+    )
+
+
+def _architectures(model: Model, checkpoint: Checkpoint) -> list[str]:
+    if model.family:
+        return [model.family]
+    if checkpoint.container == "gguf":
+        return [str(checkpoint.config.get("general.architecture", ""))]
+    return [str(name) for name in checkpoint.config.get("architectures") or []]
+
+
+def _parse(family: Family, checkpoint: Checkpoint) -> tuple[Any, Sources]:
+    if checkpoint.container == "gguf":
+        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+        config = family.parse_gguf(checkpoint.config, shapes)
+        return config, family.gguf(config)
+    config = family.parse_hf(checkpoint.config)
+    return config, family.hf(config)
+
+
+def _own_name(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.config.get("general.name") or checkpoint.config.get("_name_or_path") or checkpoint.path.stem)
+
+
+def _spellings(name: str) -> Iterator[str]:
+    """A Hugging Face tensor name as plain and multimodal checkpoints write it."""
+    yield name
+    yield f"language_model.{name}"
+    yield name.replace("model.", "model.language_model.", 1)
+
+
+class _Filler:
+    """Finds the tensor of each slot and remembers which were used."""
+
+    def __init__(self, family: Family, sources: Sources, checkpoint: Checkpoint, constants: Mapping[str, Recipe]) -> None:
+        self.family, self.sources, self.checkpoint, self.constants = family, sources, checkpoint, constants
+        self.used: dict[str, str] = {}
+
+    def find(self, slot: str) -> TensorInfo | None:
+        name = self.sources.name(slot)
+        found = [spelling for spelling in dict.fromkeys(_spellings(name)) if spelling in self.checkpoint.tensors]
+        if len(found) > 1:
+            raise TapeoutError(f"{self.checkpoint.path}: {slot} could come from {' and '.join(found)}; a slot has exactly one source")
+        return self.checkpoint.tensors[found[0]] if found else None
+
+    def fill(self, slot: Weight) -> Recipe:
+        info = self.find(slot.name)
+        constant = self.constants.get(slot.name)
+        if info is None:
+            if constant is not None:
+                return constant
+            raise TapeoutError(
+                f"{self.checkpoint.path}: tensor {self.sources.name(slot.name)} is missing; the family {self.family.name} "
+                f"needs it with shape {list(slot.shape)}"
+            )
+        if info.shape != slot.shape:
+            raise TapeoutError(
+                f"{self.checkpoint.path}: tensor {info.name} has shape {list(info.shape)}, but the config says {list(slot.shape)}"
+            )
+        self.used[info.name] = slot.name
+        recipe: Recipe = Read(info.name, info.shape, info.format)
+        if len(info.shape) == 1 and info.format != "f32":
+            recipe = Convert(recipe, "f32")
+        recipe = self.sources.adapt(slot.name, recipe)
+        return Divide(constant, recipe) if constant is not None else recipe
+
+    def leftovers(self, tied: bool) -> Iterator[tuple[str, str]]:
+        for name in self.checkpoint.tensors:
+            if name in self.used:
+                continue
+            reason = self.sources.ignore(name)
+            if reason is None and tied and name.endswith("lm_head.weight"):
+                reason = "the head is tied to the embedding"
+            if reason is None:
+                raise TapeoutError(
+                    f"{self.checkpoint.path}: tensor {name} is not part of the family {self.family.name}; every tensor must "
+                    "be used or ignored for a reason, so check that the architecture is right"
+                )
+            yield name, reason

@@ -1,0 +1,147 @@
+"""plan_memory: weights, KV pool and activations get their places, exact to the byte, or the spec is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tapeout.compiler.devices import Device
+from tapeout.compiler.layouts import plan_offsets
+from tapeout.compiler.spec import Serving, Topology
+from tapeout.compiler.stages import (
+    Buffer,
+    Decision,
+    GraphMemory,
+    Launch,
+    MemoryPlan,
+    Placement,
+    SelectedModel,
+    WeightPlace,
+)
+from tapeout.runtime.errors import TapeoutError
+
+SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
+SMALL_PREFILL = 32
+HEAD_ROWS = 16
+PAGE = 4096
+
+
+def plan_memory(selected: SelectedModel, device: Device, topology: Topology, serving: Serving) -> MemoryPlan:
+    """Place everything. Raises TapeoutError with the longest context that fits when the device is too small."""
+    context = serving.context_for(selected.fused.quantized.logical.max_context)
+    buckets = choose_buckets(serving, context)
+    pinned, start = _place_pinned(selected.buffers, max(rows for phase, rows in buckets if phase != "head"))
+    graphs = tuple(_place(selected, phase, rows, pinned, start) for phase, rows in buckets)
+    spans = plan_offsets([weight.nbytes for weight in selected.weights])
+    places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
+    pages = serving.max_sequences * -(-context // serving.page_tokens)
+    layer = _round(pages * serving.page_tokens * selected.kv_token_bytes, PAGE)
+    plan = MemoryPlan(
+        weights=sum(place.nbytes for place in places),
+        kv_pool=layer * selected.kv_layers,
+        arena=_round(max(p.offset + p.nbytes for graph in graphs for p in graph.placements), PAGE),
+        scratch=SCRATCH * device.threads,
+        capacity=(topology.memory or device.memory) - serving.headroom,
+        max_context=context,
+        max_sequences=serving.max_sequences,
+        page_tokens=serving.page_tokens,
+        pages=pages,
+        kv_layer_bytes=layer,
+        places=places,
+        graphs=graphs,
+        decisions=_decide(selected, serving, context),
+    )
+    _refuse_if_too_large(plan, selected, serving)
+    return plan
+
+
+def choose_buckets(serving: Serving, context: int) -> tuple[tuple[str, int], ...]:
+    """The closed set of (phase, rows): prefill chunks, decode batches, and how many rows get logits at once."""
+    chunk = min(serving.prefill_chunk, context)
+    prefill = sorted({min(SMALL_PREFILL, chunk), chunk})
+    decode = serving.decode_buckets or _powers(serving.max_sequences)
+    head = sorted({1, max(HEAD_ROWS, serving.max_sequences)})
+    phases = (("prefill", prefill), ("decode", decode), ("head", head))
+    return tuple((phase, rows) for phase, sizes in phases for rows in sizes)
+
+
+def _powers(limit: int) -> tuple[int, ...]:
+    sizes = [1]
+    while sizes[-1] < limit:
+        sizes.append(min(2 * sizes[-1], limit))
+    return tuple(sizes)
+
+
+def _round(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _place_pinned(buffers: Sequence[Buffer], rows: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Buffers that pass values from one launch list to the next have one address in all of them."""
+    places: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for buffer in buffers:
+        if buffer.pinned:
+            places[buffer.name] = (offset, buffer.nbytes(rows))
+            offset += buffer.nbytes(rows)
+    return places, offset
+
+
+def lifetimes(launches: Sequence[Launch]) -> dict[str, tuple[int, int]]:
+    """First and last launch that touches each buffer."""
+    spans: dict[str, tuple[int, int]] = {}
+    for index, launch in enumerate(launches):
+        for name in (*launch.reads, *launch.writes):
+            first, _ = spans.get(name, (index, index))
+            spans[name] = (first, index)
+    return spans
+
+
+def _place(selected: SelectedModel, phase: str, rows: int, pinned: dict[str, tuple[int, int]], start: int) -> GraphMemory:
+    """Greedy by size: each buffer goes to the lowest place free during its life; logits outlive their list."""
+    launches = selected.head if phase == "head" else selected.body
+    buffers = {buffer.name: buffer for buffer in selected.buffers}
+    spans = lifetimes(launches)
+    if phase == "head":
+        spans[selected.logits] = (spans[selected.logits][0], len(launches))
+    placed = [Placement(name, *pinned[name], 0, len(launches)) for name in pinned if name in spans]
+    waiting = sorted((name for name in spans if name not in pinned), key=lambda name: (-buffers[name].nbytes(rows), name))
+    for name in waiting:
+        size, (first, last) = buffers[name].nbytes(rows), spans[name]
+        rivals = sorted((p.offset, p.offset + p.nbytes) for p in placed if not (p.last < first or last < p.first))
+        offset = start
+        for low, high in rivals:
+            if offset + size <= low:
+                break
+            offset = max(offset, high)
+        placed.append(Placement(name, offset, size, first, last))
+    placed.sort(key=lambda p: (p.first, p.buffer))
+    return GraphMemory(f"{phase}.{rows}", phase, rows, tuple(placed))
+
+
+def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[Decision, ...]:
+    evidence = (("bytes_per_token", selected.kv_token_bytes * selected.kv_layers), ("max_context", context),
+                ("max_sequences", serving.max_sequences))  # fmt: skip
+    other = "f32" if serving.kv_dtype == "f16" else "f16"
+    why = "twice the bytes a token" if other == "f32" else "rounds keys and values to 11 bits"
+    return (Decision("plan_memory", "kv_pool", f"{serving.kv_dtype}, pages of {serving.page_tokens} tokens",
+                     "serving.kv_dtype and serving.page_tokens", ((other, why),), evidence),)  # fmt: skip
+
+
+def _refuse_if_too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving) -> None:
+    if plan.total <= plan.capacity:
+        return
+    fixed = plan.total - plan.kv_pool
+    token = selected.kv_token_bytes * selected.kv_layers * serving.max_sequences
+    # Whole pages, and a page of rounding a layer.
+    room = plan.capacity - fixed - PAGE * selected.kv_layers
+    fits = max(room, 0) // (token * serving.page_tokens) * serving.page_tokens
+    needs = (
+        f"weights {plan.weights:,} + KV pool {plan.kv_pool:,} + arena {plan.arena:,} + scratch {plan.scratch:,} bytes "
+        f"need {plan.total:,}, but {plan.capacity:,} are there after serving.headroom"
+    )
+    if fits > 0:
+        raise TapeoutError(
+            f"serving.max_context {plan.max_context} with max_sequences {plan.max_sequences} does not fit in memory: {needs}; "
+            f"the longest context that fits is {fits}"
+        )
+    raise TapeoutError(f"the model does not fit in memory at any context: {needs}; raise topology.memory or use smaller formats")

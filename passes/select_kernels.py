@@ -1,0 +1,306 @@
+"""select_kernels: the fused program becomes launches of CPU kernels, with their layouts, epilogues and buffers."""
+
+from __future__ import annotations
+
+from tapeout.compiler.devices import Device
+from tapeout.compiler.ir import Op
+from tapeout.compiler.kernels import embed, linear, simple
+from tapeout.compiler.kernels.base import x8_bytes
+from tapeout.compiler.layouts import packed_bytes
+from tapeout.compiler.recipes import Pack
+from tapeout.compiler.spec import Serving
+from tapeout.compiler.stages import (
+    Arg,
+    Buffer,
+    Capacity,
+    Decision,
+    FusedModel,
+    KernelEntry,
+    KvRef,
+    Launch,
+    PackedWeight,
+    Produced,
+    SelectedModel,
+    Span,
+    WeightRef,
+    merge_decisions,
+)
+from tapeout.runtime.errors import TapeoutError
+
+HIDDEN = "hidden"
+KV_BYTES = {"f16": 2, "f32": 4}
+
+
+def select_kernels(fused: FusedModel, device: Device, serving: Serving) -> SelectedModel:
+    """Lower every op to a kernel that serves its format; fold residual adds, gates, norms and rotations where one can."""
+    lowering = _Lowering(fused, device, serving)
+    for op in fused.graph.ops:
+        lowering.lower(op)
+    return lowering.finish()
+
+
+class _Lowering:
+    """Walks the program once. ``place`` says where each value lies; deferred values wait for the op that absorbs them."""
+
+    def __init__(self, fused: FusedModel, device: Device, serving: Serving) -> None:
+        self.graph, self.fused, self.device, self.serving = fused.graph, fused, device, serving
+        self.recipes = dict(fused.recipes)
+        self.consumers = fused.graph.consumers()
+        self.producer = {name: op for op in fused.graph.ops for name, _ in op.outputs}
+        self.place: dict[str, Span] = {}
+        self.quantized: dict[str, str] = {}
+        self.kernels: dict[str, KernelEntry] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.launches: list[Launch] = []
+        self.body: list[Launch] | None = None
+        self.done: set[str] = set()
+        self.layers: dict[int, int] = {}
+        self.decisions: list[Decision] = []
+
+    def lower(self, op: Op) -> None:
+        if op.name not in self.done:
+            getattr(self, f"_{op.kind}")(op)
+
+    def finish(self) -> SelectedModel:
+        body = self.body
+        assert body is not None, "the program selects no rows"
+        output = self.place[self.graph.output]
+        sizes = set(self.layers.values())
+        assert len(sizes) == 1, "layers cache different numbers of bytes"
+        return SelectedModel(
+            fused=self.fused,
+            kernels=tuple(self.kernels[name] for name in sorted(self.kernels)),
+            weights=self._pack(),
+            buffers=tuple(self.buffers.values()),
+            body=tuple(body),
+            head=tuple(self.launches),
+            logits=output.buffer,
+            kv_layers=len(self.layers),
+            kv_token_bytes=sizes.pop(),
+            decisions=merge_decisions(self.decisions),
+        )
+
+    def _pack(self) -> tuple[PackedWeight, ...]:
+        """Large weights first, so that all padding to pages lies before them."""
+        packed: list[PackedWeight] = []
+        for name, recipe in self.recipes.items():
+            layout = linear.LAYOUT if len(recipe.shape) == 2 else "raw"
+            nbytes = packed_bytes(recipe.shape, recipe.format, layout)
+            packed.append(PackedWeight(name, Pack(recipe, layout), self.graph.slots[name].axes, layout, nbytes))
+        return tuple(sorted(packed, key=lambda weight: len(weight.recipe.shape) == 1))
+
+    # -- buffers and launches
+
+    def _buffer(self, name: str, columns: int, kind: str = "f32", *, pinned: bool = False) -> Span:
+        per_row = 4 * columns if kind == "f32" else x8_bytes(columns)
+        self.buffers.setdefault(name, Buffer(name, per_row, 0, kind, columns, pinned))
+        return Span(name)
+
+    def _emit(self, kernel: KernelEntry, op: Op, args: tuple[Arg, ...], reads: tuple[Span, ...], writes: tuple[Span, ...],
+              produces: tuple[Produced, ...] = (), output: str = "y") -> None:  # fmt: skip
+        self.kernels[kernel.name] = kernel
+        named = tuple(zip(kernel.params, args, strict=True))
+        self.launches.append(
+            Launch(kernel.name, op.name, named, tuple(s.buffer for s in reads), tuple(s.buffer for s in writes), produces,
+                   output if produces else "")  # fmt: skip
+        )
+
+    def _stride(self, span: Span) -> int:
+        return self.buffers[span.buffer].columns
+
+    def _format(self, weight: str) -> str:
+        return self.recipes[weight].format
+
+    def _x8(self, value: str, op: Op) -> Span:
+        """The value as quantized activations, quantizing it now if nothing did yet."""
+        if value not in self.quantized:
+            source, columns = self.place[value], self._width(value)
+            target = self._buffer(f"{value}.x8", columns, "x8")
+            self._emit(simple.QUANTIZE_X8, op, (source, self._stride(source), target, columns, Capacity()), (source,), (target,))
+            self.quantized[value] = target.buffer
+        return Span(self.quantized[value])
+
+    def _width(self, value: str) -> int:
+        return dict(self.producer[value].outputs)[value]
+
+    # -- one method an op kind
+
+    def _embed(self, op: Op) -> None:
+        y = self._buffer(HIDDEN, op.width, pinned=True)
+        kernel = embed.kernel(self._format(op.weights[0]))
+        args = (WeightRef(op.weights[0]), y, op.width, op.number("scale"))
+        self._emit(kernel, op, args, (), (y,), (Produced(op.name, 0, op.width),))
+        self.place[op.name] = y
+
+    def _rmsnorm(self, op: Op) -> None:
+        readers = self.consumers[op.name]
+        if any(reader.kind == "rope" for reader in readers):
+            return self._absorbed(op, readers, "rope")
+        if op.integer("group") != op.width:
+            raise TapeoutError(f"{op.name}: the CPU kernels normalise heads only on the way to a rotation")
+        if all(reader.kind == "add" for reader in readers):
+            return self._absorbed(op, readers, "add")
+        x, weight, eps = self.place[op.inputs[0]], WeightRef(op.weights[0]), op.number("eps")
+        quantized = [reader for reader in readers if reader.kind == "linear" and linear.takes_x8(self._format(reader.weights[0]))]
+        produces = (Produced(op.name, 0, op.width),)
+        if quantized:
+            y = self._buffer(f"{op.name}.x8", op.width, "x8")
+            args = (x, self._stride(x), weight, y, op.width, eps, Capacity())
+            self._emit(simple.RMSNORM_X8, op, args, (x,), (y,), produces)
+            self.quantized[op.name] = y.buffer
+        if len(quantized) < len(readers):
+            y = self._buffer(op.name, op.width)
+            self._emit(simple.RMSNORM_F32, op, (x, self._stride(x), weight, y, op.width, eps), (x,), (y,), produces)
+            self.place[op.name] = y
+        return None
+
+    def _absorbed(self, op: Op, readers: list[Op], kind: str) -> None:
+        """Check that the op's only reader will fold it in; it gets no launch of its own."""
+        if len(readers) != 1 or readers[0].kind != kind:
+            raise TapeoutError(f"{op.name}: no CPU kernel computes this {op.kind} on its own; its one reader must be a {kind}")
+
+    def _linear(self, op: Op) -> None:
+        weight = op.weights[0]
+        format = self._format(weight)
+        kernel = linear.kernel(format)
+        k = self.graph.slots[weight].shape[1]
+        x = self._x8(op.inputs[0], op) if linear.takes_x8(format) else self.place[op.inputs[0]]
+        y, epilogue, n, produces = self._epilogue(op)
+        bias: Arg = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
+        args = (x, WeightRef(weight), y, n, k, Capacity(), self._stride(y), epilogue, bias)
+        reads = (x, y) if epilogue == linear.ADD else (x,)
+        self._emit(kernel, op, args, reads, (y,), produces)
+        self._record(op, kernel.name, format, k)
+
+    def _epilogue(self, op: Op) -> tuple[Span, int, int, tuple[Produced, ...]]:
+        """Where the product goes and what is done to it on the way: (output, epilogue, rows of the weight, values)."""
+        gate = self._gate_of(op)
+        if gate is not None:
+            y = self.place[gate.name] = self._buffer(gate.name, gate.width)
+            self.done.add(gate.name)
+            return y, linear.GATED[str(gate.attr("act"))], gate.width, (Produced(gate.name, 0, gate.width),)
+        residual = self._residual_of(op)
+        if residual is not None:
+            y = self.place[residual.name] = Span(HIDDEN)
+            self.done.add(residual.name)
+            return y, linear.ADD, op.width, (Produced(residual.name, 0, op.width),)
+        y = self._store_place(op)
+        column, produces = 0, list[Produced]()
+        for name, width in op.outputs:
+            self.place[name] = Span(y.buffer, y.column + column)
+            produces.append(Produced(name, column, column + width))
+            column += width
+        return y, linear.STORE, op.width, tuple(produces)
+
+    def _store_place(self, op: Op) -> Span:
+        """A fuse group shares one buffer, whether its parts are one matrix or not; each part has its declared columns."""
+        if not op.fuse:
+            return self._buffer(op.name, op.width)
+        group = [part for part in self.fused.quantized.logical.graph.ops if part.fuse == op.fuse]
+        column = 0
+        for part in group:
+            if part.name == op.outputs[0][0]:
+                break
+            column += part.width
+        return Span(self._buffer(op.fuse, sum(part.width for part in group)).buffer, column)
+
+    def _gate_of(self, op: Op) -> Op | None:
+        """The gated op that may ride on this product: gate and up are one whole-tile matrix without a bias."""
+        if len(op.parts) != 2 or len(op.weights) > 1 or op.parts[0][1] != op.parts[1][1]:
+            return None
+        readers = [self.consumers[name] for name, _ in op.parts]
+        if any(len(reader) != 1 or reader[0].kind != "gated" for reader in readers) or readers[0][0] is not readers[1][0]:
+            return None
+        gate = readers[0][0]
+        in_order = gate.inputs == (op.parts[0][0], op.parts[1][0])
+        return gate if in_order and gate.width % linear.TILE_ROWS == 0 else None
+
+    def _residual_of(self, op: Op) -> Op | None:
+        """The add into the residual stream that may ride on this product."""
+        readers = self.consumers.get(op.name, [])
+        if op.parts or len(readers) != 1 or readers[0].kind != "add":
+            return None
+        other = next((name for name in readers[0].inputs if name != op.name), None)
+        return readers[0] if other is not None and self._streams(other, readers[0]) else None
+
+    def _streams(self, value: str, add: Op) -> bool:
+        """Whether a value lies in the residual stream and nobody needs it after ``add``."""
+        return self.place.get(value) == Span(HIDDEN) and self.consumers[value][-1] is add
+
+    def _record(self, op: Op, chosen: str, format: str, k: int) -> None:
+        n, rows = op.width, 1
+        times = {name: linear.cost(name, n, k, rows).seconds(self.device) for name in dict.fromkeys((format, "bf16", "f32"))}
+        best = times[format]
+        others = tuple(
+            (f"linear_{name}", f"weights dequantized at compile time would be read in {time / best:.1f} times the time")
+            for name, time in times.items()
+            if name != format
+        )
+        evidence = (("decode_us", round(best * 1e6, 2)), ("bytes", packed_bytes((n, k), format, linear.LAYOUT)))
+        self.decisions.append(
+            Decision("select_kernels", op.name, chosen, f"serves {format} as stored, layout {linear.LAYOUT}", others, evidence)
+        )
+
+    def _rope(self, op: Op) -> None:
+        self._absorbed(op, self.consumers[op.name], "attention")
+        table = self._table(op)
+        if table.buffer not in self.buffers:
+            y = self._buffer(table.buffer, op.integer("head_dim"))
+            args = (WeightRef(op.weights[0]), y, op.integer("head_dim"), op.number("factor"))
+            self._emit(simple.ROPE_TABLE, op, args, (), (y,))
+
+    def _table(self, rope: Op) -> Span:
+        return Span(f"{rope.weights[0]}.table")
+
+    def _attention(self, op: Op) -> None:
+        rotated = [self.producer[name] for name in op.inputs[:2]]
+        if any(rope.kind != "rope" for rope in rotated) or len({rope.weights for rope in rotated}) != 1:
+            raise TapeoutError(f"{op.name}: the CPU kernel needs q and k rotated with one set of frequencies")
+        (q, q_norm, eps), (k, k_norm, _) = (self._before_rotation(rope) for rope in rotated)
+        v, table = self.place[op.inputs[2]], self._table(rotated[0])
+        layer, dtype = op.integer("layer"), self.serving.kv_dtype
+        heads, kv_heads, head_dim = op.integer("heads"), op.integer("kv_heads"), op.integer("head_dim")
+        shape = (heads, kv_heads, head_dim, self.serving.page_tokens)
+        kv = KvRef(layer)
+        write = (q, self._stride(q), k, self._stride(k), v, self._stride(v), table, kv, *shape, q_norm, k_norm, eps)
+        self._emit(simple.rope_kv(dtype), op, write, (q, k, v, table), (q,))
+        y = self.place[op.name] = self._buffer(op.name, op.width)
+        read = (q, self._stride(q), y, kv, *shape, op.number("scale"), op.integer("window"), 0, 0)
+        self._emit(simple.attention(dtype), op, read, (q,), (y,), (Produced(op.name, 0, op.width),))
+        self.layers[layer] = 2 * kv_heads * head_dim * KV_BYTES[dtype]
+
+    def _before_rotation(self, rope: Op) -> tuple[Span, Arg, float]:
+        """Where the unrotated value lies, and the weight and eps of a head norm to apply first."""
+        source = self.producer[rope.inputs[0]]
+        if source.kind == "rmsnorm":
+            return self.place[source.inputs[0]], WeightRef(source.weights[0]), source.number("eps")
+        return self.place[rope.inputs[0]], 0, 0.0
+
+    def _gated(self, op: Op) -> None:
+        gate, up = (self.place[name] for name in op.inputs)
+        if up != Span(gate.buffer, gate.column + op.width):
+            raise TapeoutError(f"{op.name}: the CPU kernel needs gate and up side by side, gate first")
+        y = self.place[op.name] = self._buffer(op.name, op.width)
+        kernel = simple.GATED[str(op.attr("act"))]
+        self._emit(kernel, op, (gate, self._stride(gate), y, op.width), (gate,), (y,), (Produced(op.name, 0, op.width),))
+
+    def _add(self, op: Op) -> None:
+        stream = next((name for name in op.inputs if self._streams(name, op)), None)
+        if stream is None:
+            raise TapeoutError(f"{op.name}: the CPU kernels add into the residual stream, which neither input is")
+        other = next(name for name in op.inputs if name != stream)
+        y = self.place[op.name] = Span(HIDDEN)
+        produces = (Produced(op.name, 0, op.width),)
+        norm = self.producer[other]
+        if norm.kind == "rmsnorm" and other not in self.place:
+            x = self.place[norm.inputs[0]]
+            args = (x, self._stride(x), WeightRef(norm.weights[0]), y, op.width, norm.number("eps"))
+            return self._emit(simple.RMSNORM_ADD, op, args, (x, y), (y,), produces)
+        return self._emit(simple.ADD_F32, op, (self.place[other], y, op.width), (self.place[other], y), (y,), produces)
+
+    def _select(self, op: Op) -> None:
+        """Everything from here on works on the selected rows, in a launch list of its own."""
+        self.body, self.launches = self.launches, []
+        x, y = self.place[op.inputs[0]], self._buffer(op.name, op.width)
+        self._emit(simple.GATHER_F32, op, (x, y, op.width), (x,), (y,), (Produced(op.name, 0, op.width),))
+        self.place[op.name] = y

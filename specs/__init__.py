@@ -1,0 +1,1 @@
+"""Example specs and hardware profiles, shipped as data."""
