@@ -25,7 +25,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class OpKind:
-    """What is true of every op of a kind: how many inputs and weights, which attributes, and whether it needs a width."""
+    """What is true of every op of a kind: how many inputs and weights it has, and which attributes."""
 
     inputs: int
     weights: tuple[int, int]
@@ -123,7 +123,7 @@ class Graph:
 
 
 def check_graph(graph: Graph) -> None:
-    """Assert that values are defined once before use, kinds and attributes are known, and weight slots exist and are used."""
+    """Assert that values are defined once before use, kinds and attributes are known, and every weight slot is used."""
     defined: set[str] = set()
     used: set[str] = set()
     slots = graph.slots
@@ -132,7 +132,9 @@ def check_graph(graph: Graph) -> None:
         kind = OP_KINDS.get(op.kind)
         assert kind is not None, f"{op.name}: unknown op kind {op.kind}"
         assert len(op.inputs) == kind.inputs, f"{op.name}: {op.kind} takes {kind.inputs} inputs"
-        assert kind.weights[0] <= len(op.weights) <= kind.weights[1], f"{op.name}: {op.kind} takes {kind.weights} weights"
+        assert kind.weights[0] <= len(op.weights) <= kind.weights[1], (
+            f"{op.name}: {op.kind} takes {kind.weights} weights"
+        )
         assert {key for key, _ in op.attrs} == kind.attrs, f"{op.name}: attributes are {sorted(kind.attrs)}"
         missing = [name for name in op.inputs if name not in defined]
         assert not missing, f"{op.name} reads {missing} before it is written"
@@ -193,7 +195,9 @@ class Builder:
         slot = self.weight(frequencies, (head_dim // 2,), ("head_dim",))
         return self._op("rope", name, (x,), (slot,), self.widths[x], head_dim=head_dim, factor=factor)
 
-    def attention(self, name: str, qkv: tuple[str, str, str], *, layer: int, head_dim: int, scale: float, window: int) -> str:
+    def attention(
+        self, name: str, qkv: tuple[str, str, str], *, layer: int, head_dim: int, scale: float, window: int
+    ) -> str:
         """Causal grouped-query attention over the cache of ``layer``; head counts follow from the widths."""
         heads, kv_heads = self.widths[qkv[0]] // head_dim, self.widths[qkv[1]] // head_dim
         return self._op("attention", name, qkv, (), heads * head_dim, layer=layer, heads=heads, kv_heads=kv_heads,

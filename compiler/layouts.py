@@ -5,9 +5,9 @@ tiles of 16 rows (N filled up with zero rows) so that one vector register holds 
 
 tile16, float formats: ``[tile][k][16 rows]`` elements.
 tile16, quantized formats: for each tile, for each super-block along K, one record of
-``d`` f16[16], ``dmin`` f16[16] (formats with a minimum), per group ``sub`` int8[16] and ``submin`` uint8[16] (formats with
-sub-scales), then for each 32 values of k the code planes (``CODE_PLANES``). In a plane, a step is 4 values of k and byte
-``r * 4 + j`` of a 64-byte line belongs to row r, k = 4 * step + j:
+``d`` f16[16], ``dmin`` f16[16] (formats with a minimum), per group ``sub`` int8[16] and ``submin`` uint8[16] (formats
+with sub-scales), then for each 32 values of k the code planes (``CODE_PLANES``). In a plane a step is 4 values of k and
+byte ``r * 4 + j`` of a 64-byte line belongs to row r, k = 4 * step + j:
 8-bit: line s is step s; 4-bit: line p holds steps p (low) and p + 4 (high); 2-bit: line p holds steps p, p+2, p+4, p+6
 from the low bits up; 1-bit: one line, bit s is step s.
 """

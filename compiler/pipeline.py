@@ -1,4 +1,4 @@
-"""Runs passes in the order their signatures imply, verifies each stage, and reuses results whose inputs are unchanged."""
+"""Runs passes in the order their signatures imply, checks each stage, and reuses results whose inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
 import networkx as nx
@@ -60,7 +59,9 @@ class Pipeline:
         for info in self.passes:
             missing = [kind.__name__ for _, kind in info.reads if kind not in values]
             if missing:
-                raise ValueError(f"pass {info.name} reads {', '.join(missing)}, which no pass writes and no input provides")
+                raise ValueError(
+                    f"pass {info.name} reads {', '.join(missing)}, which no pass writes and no input provides"
+                )
             key = _key(info, digests) if memo is not None else ""
             if memo is not None and key in memo:
                 values[info.writes] = memo[key]
@@ -132,18 +133,17 @@ def digest(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:
+    plain: Any = value
     if isinstance(value, Recipe):
-        return value.digest
-    if isinstance(value, BaseModel):
-        return [type(value).__name__, value.model_dump(mode="json")]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in cast(list[Any], value)]
-    if isinstance(value, Path):
-        return str(value)
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return repr(value)
+        plain = value.digest
+    elif isinstance(value, BaseModel):
+        plain = [type(value).__name__, value.model_dump(mode="json")]
+    elif is_dataclass(value) and not isinstance(value, type):
+        plain = [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields(value))]
+    elif isinstance(value, Mapping):
+        plain = {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    elif isinstance(value, list | tuple):
+        plain = [_plain(item) for item in cast(list[Any], value)]
+    elif value is not None and not isinstance(value, str | int | float | bool):
+        plain = repr(value)
+    return plain

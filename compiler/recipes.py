@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, cast
 
-from tapeout.compiler.formats import FORMATS, Format
+from tapeout.compiler.formats import FORMATS
 from tapeout.runtime.errors import TapeoutError
 
 Json = dict[str, Any]
@@ -22,26 +22,37 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes. ``shape`` is [N, K] or [K]; ``format`` names an entry of FORMATS (or a packed layout)."""
+    """Base of all recipes. A subclass states its ``op`` and, where they differ from its source's, shape and format."""
+
+    op: ClassVar[str]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical shape, in elements."""
-        raise NotImplementedError
+        """Logical shape in elements: [N, K] or [K]."""
+        return self.inputs[0].shape
 
     @property
     def format(self) -> str:
-        """Name of the number format of the result."""
-        raise NotImplementedError
+        """Name of the number format of the result, an entry of FORMATS."""
+        return self.inputs[0].format
 
     @property
     def inputs(self) -> tuple[Recipe, ...]:
-        """The recipes this one reads."""
-        return ()
+        """The recipes this one reads, in declared order."""
+        found: list[Recipe] = []
+        for value in self._values().values():
+            if isinstance(value, Recipe):
+                found.append(value)
+            elif isinstance(value, tuple):
+                found.extend(item for item in cast(tuple[Any, ...], value) if isinstance(item, Recipe))
+        return tuple(found)
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def to_json(self) -> Json:
         """Canonical JSON, as it stands in the plan."""
-        raise NotImplementedError
+        return {"op": self.op} | {name: _plain(value) for name, value in self._values().items()}
 
     @cached_property
     def digest(self) -> str:
@@ -54,36 +65,38 @@ class Recipe:
         for recipe in self.inputs:
             yield from recipe.reads()
 
-    def _format(self) -> Format:
-        return FORMATS[self.format]
 
-
-def _matrix(recipe: Recipe, step: str) -> tuple[int, int]:
-    if len(recipe.shape) != 2:
-        raise TapeoutError(f"{step} needs a matrix, got shape {list(recipe.shape)}")
-    return recipe.shape[0], recipe.shape[1]
+def _plain(value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return value.to_json()
+    return [_plain(item) for item in cast(tuple[Any, ...], value)] if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
 class Read(Recipe):
     """A whole tensor of the checkpoint, by name. Matrices are [out, in] with rows contiguous."""
 
+    op = "read"
     tensor: str
     tensor_shape: tuple[int, ...]
     tensor_format: str
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
         return self.tensor_shape
 
     @property
     def format(self) -> str:
+        """The tensor's format."""
         return self.tensor_format
 
     def to_json(self) -> Json:
-        return {"op": "read", "tensor": self.tensor, "shape": list(self.tensor_shape), "format": self.tensor_format}
+        """Name, shape and format of the tensor."""
+        return {"op": self.op, "tensor": self.tensor, "shape": list(self.shape), "format": self.format}
 
     def reads(self) -> Iterator[Read]:
+        """Itself."""
         yield self
 
 
@@ -91,44 +104,34 @@ class Read(Recipe):
 class Rows(Recipe):
     """Rows [start, stop) of the input."""
 
+    op = "rows"
     source: Recipe
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        rows = self.source.shape[0]
-        if not 0 <= self.start < self.stop <= rows:
-            raise TapeoutError(f"rows {self.start}:{self.stop} do not lie in the {rows} rows of {self.source.shape}")
+        _check_range("rows", self.start, self.stop, self.source.shape[0], self.source)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The rows that are kept."""
         return (self.stop - self.start, *self.source.shape[1:])
-
-    @property
-    def format(self) -> str:
-        return self.source.format
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "rows", "source": self.source.to_json(), "start": self.start, "stop": self.stop}
 
 
 @dataclass(frozen=True)
 class Columns(Recipe):
     """Columns [start, stop) of a matrix; both ends must fall on block boundaries of its format."""
 
+    op = "columns"
     source: Recipe
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        _, k = _matrix(self.source, "a column cut")
-        block = self.source._format().block
-        if not 0 <= self.start < self.stop <= k:
-            raise TapeoutError(f"columns {self.start}:{self.stop} do not lie in the {k} columns of {self.source.shape}")
+        if len(self.source.shape) != 2:
+            raise TapeoutError(f"a column cut needs a matrix, got shape {list(self.source.shape)}")
+        _check_range("columns", self.start, self.stop, self.source.shape[1], self.source)
+        block = FORMATS[self.source.format].block
         if self.start % block or self.stop % block:
             raise TapeoutError(
                 f"columns {self.start}:{self.stop} cut through a block of {self.source.format}; "
@@ -137,48 +140,33 @@ class Columns(Recipe):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The columns that are kept."""
         return (self.source.shape[0], self.stop - self.start)
 
-    @property
-    def format(self) -> str:
-        return self.source.format
 
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "columns", "source": self.source.to_json(), "start": self.start, "stop": self.stop}
+def _check_range(what: str, start: int, stop: int, count: int, source: Recipe) -> None:
+    if not 0 <= start < stop <= count:
+        raise TapeoutError(f"{what} {start}:{stop} do not lie in the {count} {what} of {list(source.shape)}")
 
 
 @dataclass(frozen=True)
 class Concat(Recipe):
     """The inputs one below the other (along rows), in declared order. All must share columns and format."""
 
+    op = "concat"
     parts: tuple[Recipe, ...]
 
     def __post_init__(self) -> None:
         if not self.parts:
             raise TapeoutError("a concatenation needs at least one part")
-        kinds = {(part.shape[1:], part.format) for part in self.parts}
-        if len(kinds) > 1:
+        if len({(part.shape[1:], part.format) for part in self.parts}) > 1:
             listed = ", ".join(f"{list(part.shape)} {part.format}" for part in self.parts)
             raise TapeoutError(f"a concatenation needs parts of one width and format, got {listed}")
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """All rows of all parts."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
-
-    @property
-    def format(self) -> str:
-        return self.parts[0].format
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return self.parts
-
-    def to_json(self) -> Json:
-        return {"op": "concat", "parts": [part.to_json() for part in self.parts]}
 
 
 @dataclass(frozen=True)
@@ -189,6 +177,7 @@ class HalvesFromPairs(Recipe):
     embedding pairs element i with element i + d/2.
     """
 
+    op = "halves_from_pairs"
     source: Recipe
     heads: int
 
@@ -196,26 +185,12 @@ class HalvesFromPairs(Recipe):
         if self.source.shape[0] % (2 * self.heads):
             raise TapeoutError(f"{self.source.shape[0]} rows do not make {self.heads} heads of an even size")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def format(self) -> str:
-        return self.source.format
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "halves_from_pairs", "source": self.source.to_json(), "heads": self.heads}
-
 
 @dataclass(frozen=True)
 class Convert(Recipe):
     """The input in another number format: decoded to float32 and, unless ``to`` is f32, encoded again."""
 
+    op = "convert"
     source: Recipe
     to: str
 
@@ -227,51 +202,28 @@ class Convert(Recipe):
         target.row_bytes(self.source.shape[-1])
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
     def format(self) -> str:
+        """The format asked for."""
         return self.to
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "convert", "source": self.source.to_json(), "to": self.to}
 
 
 @dataclass(frozen=True)
 class AddOne(Recipe):
     """A float32 vector plus one: Gemma's norm weights in safetensors are stored as w - 1."""
 
+    op = "add_one"
     source: Recipe
 
     def __post_init__(self) -> None:
         if self.source.format != "f32":
             raise TapeoutError(f"adding one needs f32, got {self.source.format}")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def format(self) -> str:
-        return "f32"
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "add_one", "source": self.source.to_json()}
-
 
 @dataclass(frozen=True)
 class Divide(Recipe):
     """One float32 vector divided by another: inverse frequencies by GGUF's ``rope_freqs``."""
 
+    op = "divide"
     numerator: Recipe
     denominator: Recipe
 
@@ -280,58 +232,29 @@ class Divide(Recipe):
         if kinds[0] != kinds[1] or kinds[0][1] != "f32":
             raise TapeoutError(f"a division needs two f32 vectors of one length, got {kinds}")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.numerator.shape
-
-    @property
-    def format(self) -> str:
-        return "f32"
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.numerator, self.denominator)
-
-    def to_json(self) -> Json:
-        return {"op": "divide", "numerator": self.numerator.to_json(), "denominator": self.denominator.to_json()}
-
 
 @dataclass(frozen=True)
 class Constant(Recipe):
     """A small float32 vector that comes from the config alone (rotary frequencies)."""
 
+    op = "constant"
     values: tuple[float, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """One axis."""
         return (len(self.values),)
 
     @property
     def format(self) -> str:
+        """Always f32."""
         return "f32"
-
-    def to_json(self) -> Json:
-        return {"op": "constant", "values": list(self.values)}
 
 
 @dataclass(frozen=True)
 class Pack(Recipe):
     """The last step of a weight: the byte layout that a kernel reads. ``layout`` names an entry of LAYOUTS."""
 
+    op = "pack"
     source: Recipe
     layout: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def format(self) -> str:
-        return self.source.format
-
-    @property
-    def inputs(self) -> tuple[Recipe, ...]:
-        return (self.source,)
-
-    def to_json(self) -> Json:
-        return {"op": "pack", "source": self.source.to_json(), "layout": self.layout}

@@ -107,9 +107,13 @@ class FusedModel:
 def _check_recipes(graph: Graph, recipes: tuple[tuple[str, Recipe], ...]) -> None:
     filled = dict(recipes)
     assert len(filled) == len(recipes), "a weight slot is filled twice"
-    assert filled.keys() == graph.slots.keys(), f"slots and recipes differ: {sorted(filled.keys() ^ graph.slots.keys())}"
+    assert filled.keys() == graph.slots.keys(), (
+        f"slots and recipes differ: {sorted(filled.keys() ^ graph.slots.keys())}"
+    )
     for name, recipe in recipes:
-        assert recipe.shape == graph.slots[name].shape, f"{name}: {recipe.shape} fills a slot of {graph.slots[name].shape}"
+        assert recipe.shape == graph.slots[name].shape, (
+            f"{name}: {recipe.shape} fills a slot of {graph.slots[name].shape}"
+        )
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,14 @@ class Capacity:
     """An argument that is the number of rows a launch list is planned for."""
 
 
-Arg = Span | WeightRef | KvRef | Capacity | int | float
+@dataclass(frozen=True)
+class SizeOf:
+    """An argument that is the planned size of a buffer in bytes."""
+
+    buffer: str
+
+
+Arg = Span | WeightRef | KvRef | Capacity | SizeOf | int | float
 
 
 @dataclass(frozen=True)
@@ -177,23 +188,26 @@ class Launch:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of the arena: ``fixed`` bytes plus ``per_row`` bytes for each row. Pinned ones outlive their list."""
+    """A piece of the arena: ``per_row`` bytes for each row, of at most ``max_rows`` rows. Pinned ones outlive their list.
+
+    ``kind`` is f32 (row-major, ``columns`` wide), x8 (tapeout_cpu.h) or scratch.
+    """
 
     name: str
     per_row: int
-    fixed: int = 0
     kind: str = "f32"
     columns: int = 0
     pinned: bool = False
+    max_rows: int | None = None
 
     def nbytes(self, rows: int) -> int:
         """Bytes for a launch list of ``rows`` rows, rounded up to a cache line."""
-        return -(-(self.fixed + self.per_row * rows) // 64) * 64
+        return -(-self.per_row * min(rows, self.max_rows or rows) // 64) * 64
 
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """A kernel the artifact carries: its symbol, its parameters in ABI order, and the C file and macros it comes from."""
+    """A kernel the artifact carries: its parameters in ABI order, and the C file and macros it comes from."""
 
     name: str
     template: str
@@ -224,7 +238,9 @@ class SelectedModel:
         buffers = {buffer.name for buffer in self.buffers}
         written: set[str] = set()
         for launch in (*self.body, *self.head):
-            assert {name for name, _ in launch.args} == known[launch.kernel], f"{launch.op}: arguments of {launch.kernel}"
+            assert {name for name, _ in launch.args} == known[launch.kernel], (
+                f"{launch.op}: arguments of {launch.kernel}"
+            )
             for _, arg in launch.args:
                 assert not isinstance(arg, WeightRef) or arg.weight in weights, f"{launch.op}: {arg}"
                 assert not isinstance(arg, Span) or arg.buffer in buffers, f"{launch.op}: {arg}"
@@ -327,7 +343,14 @@ def merge_decisions(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
     """Decisions that differ only in their layer become one; ``evidence`` counts them."""
     merged: dict[tuple[Any, ...], list[Decision]] = {}
     for decision in decisions:
-        key = (decision.by, generalize(decision.subject), decision.choice, decision.reason, decision.alternatives, decision.evidence)
+        key = (
+            decision.by,
+            generalize(decision.subject),
+            decision.choice,
+            decision.reason,
+            decision.alternatives,
+            decision.evidence,
+        )
         merged.setdefault(key, []).append(decision)
     result: list[Decision] = []
     for same in merged.values():

@@ -26,29 +26,29 @@ def assign_formats(logical: LogicalModel, quantization: Quantization) -> Quantiz
         decisions.append(decision)
         if decision.choice != recipe.format:
             conversions.append(Conversion(name, recipe.format, decision.choice, rule))
-            recipe = _convert(recipe, decision.choice)
-        recipes.append((name, recipe))
+            recipes.append((name, Convert(recipe, decision.choice)))
+        else:
+            recipes.append((name, recipe))
     return QuantizedModel(logical, tuple(recipes), tuple(conversions), merge_decisions(decisions))
-
-
-def _convert(recipe: Recipe, to: str) -> Recipe:
-    return Convert(recipe, to)
 
 
 def _choose(name: str, recipe: Recipe, wanted: str, rule: str, quantization: Quantization) -> Decision:
     source = recipe.format
     if quantization.activations == "f32" and wanted == "keep" and not FORMATS[source].is_float:
-        return Decision("assign_formats", name, "f32", "activations are float32, so the weight is dequantized at compile time",
-                        ((source, "kernels for quantized weights take 8-bit activations"),))  # fmt: skip
+        why = "kernels for quantized weights take 8-bit activations"
+        reason = "activations are float32, so the weight is dequantized at compile time"
+        return Decision("assign_formats", name, "f32", reason, ((source, why),))
     if wanted in ("keep", source):
         return Decision("assign_formats", name, source, "kept as the checkpoint has it")
     if not FORMATS[source].is_float and wanted != "f32" and not quantization.allow_requantize:
         raise TapeoutError(
-            f"{name} is {source} in the checkpoint and {rule} asks for {wanted}, but quantization.allow_requantize is false; "
-            "set it to true or let the rule keep the weight"
+            f"{name} is {source} in the checkpoint and {rule} asks for {wanted}, but "
+            "quantization.allow_requantize is false; set it to true or let the rule keep the weight"
         )
     if recipe.shape[1] % FORMATS[wanted].block == 0:
-        return Decision("assign_formats", name, wanted, f"asked for by {rule}", ((source, "the checkpoint's own format"),))
+        return Decision(
+            "assign_formats", name, wanted, f"asked for by {rule}", ((source, "the checkpoint's own format"),)
+        )
     return _fall_back(name, recipe, wanted, rule)
 
 
@@ -57,5 +57,8 @@ def _fall_back(name: str, recipe: Recipe, wanted: str, rule: str) -> Decision:
     legal = [other for other in FALLBACKS if k % FORMATS[other].block == 0]
     why = f"rows of {k} are not whole blocks of {block}"
     if rule != "default":
-        raise TapeoutError(f"quantization.{rule} asks for {wanted} on {name}, but {why}; formats that fit: {', '.join([*legal, 'f16', 'f32'])}")
+        raise TapeoutError(
+            f"quantization.{rule} asks for {wanted} on {name}, but {why}; "
+            f"formats that fit: {', '.join([*legal, 'f16', 'f32'])}"
+        )
     return Decision("assign_formats", name, legal[0], f"the default {wanted} does not fit", ((wanted, why),))

@@ -28,15 +28,14 @@ def fuse_weights(quantized: QuantizedModel) -> FusedModel:
         else:
             ops.append(_join(parts, slots, recipes))
         if parts[0].fuse:
-            decisions.append(_decide(parts, recipes, graph))
+            decisions.append(_decide(parts, graph))
     fused = Graph(tuple(ops), tuple(slots.values()), graph.output)
     return FusedModel(quantized, fused, tuple((name, recipes[name]) for name in slots), merge_decisions(decisions))
 
 
 def _join(parts: list[Op], slots: dict[str, Weight], recipes: dict[str, Recipe]) -> Op:
     """One op over the concatenation; its slots replace those of the parts."""
-    group = [op for op in parts]
-    whole = _fused_name(group)
+    whole = _fused_name(parts)
     weights: list[str] = []
     for index, suffix in enumerate(("", ".bias")[: len(parts[0].weights)]):
         names = [op.weights[index] for op in parts]
@@ -58,11 +57,13 @@ def _fused_name(parts: list[Op]) -> str:
     return parts[0].fuse if joined == last else f"{at}.{joined}"
 
 
-def _decide(parts: list[Op], recipes: dict[str, Recipe], graph: Graph) -> Decision:
+def _decide(parts: list[Op], graph: Graph) -> Decision:
     group = [op for op in graph.ops if op.fuse == parts[0].fuse]
     names = ", ".join(op.name.rpartition(".")[2] for op in parts)
     if len(parts) == len(group):
-        return Decision("fuse_weights", parts[0].fuse, f"one matrix: {names}", "same input and format, in declared order")
+        return Decision(
+            "fuse_weights", parts[0].fuse, f"one matrix: {names}", "same input and format, in declared order"
+        )
     why = "their number formats differ, and requantizing one would change its values"
-    return Decision("fuse_weights", parts[0].fuse, f"kept apart: {names}" if len(parts) == 1 else f"one matrix: {names}", why,
-                    (("one matrix for the whole group", why),))  # fmt: skip
+    choice = f"kept apart: {names}" if len(parts) == 1 else f"one matrix: {names}"
+    return Decision("fuse_weights", parts[0].fuse, choice, why, (("one matrix for the whole group", why),))

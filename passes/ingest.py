@@ -68,7 +68,9 @@ def _spellings(name: str) -> Iterator[str]:
 class _Filler:
     """Finds the tensor of each slot and remembers which were used."""
 
-    def __init__(self, family: Family, sources: Sources, checkpoint: Checkpoint, constants: Mapping[str, Recipe]) -> None:
+    def __init__(
+        self, family: Family, sources: Sources, checkpoint: Checkpoint, constants: Mapping[str, Recipe]
+    ) -> None:
         self.family, self.sources, self.checkpoint, self.constants = family, sources, checkpoint, constants
         self.used: dict[str, str] = {}
 
@@ -76,7 +78,9 @@ class _Filler:
         name = self.sources.name(slot)
         found = [spelling for spelling in dict.fromkeys(_spellings(name)) if spelling in self.checkpoint.tensors]
         if len(found) > 1:
-            raise TapeoutError(f"{self.checkpoint.path}: {slot} could come from {' and '.join(found)}; a slot has exactly one source")
+            raise TapeoutError(
+                f"{self.checkpoint.path}: {slot} could come from {' and '.join(found)}; a slot has exactly one source"
+            )
         return self.checkpoint.tensors[found[0]] if found else None
 
     def fill(self, slot: Weight) -> Recipe:
@@ -86,12 +90,13 @@ class _Filler:
             if constant is not None:
                 return constant
             raise TapeoutError(
-                f"{self.checkpoint.path}: tensor {self.sources.name(slot.name)} is missing; the family {self.family.name} "
-                f"needs it with shape {list(slot.shape)}"
+                f"{self.checkpoint.path}: tensor {self.sources.name(slot.name)} is missing; "
+                f"the family {self.family.name} needs it with shape {list(slot.shape)}"
             )
         if info.shape != slot.shape:
             raise TapeoutError(
-                f"{self.checkpoint.path}: tensor {info.name} has shape {list(info.shape)}, but the config says {list(slot.shape)}"
+                f"{self.checkpoint.path}: tensor {info.name} has shape {list(info.shape)}, "
+                f"but the config says {list(slot.shape)}"
             )
         self.used[info.name] = slot.name
         recipe: Recipe = Read(info.name, info.shape, info.format)
@@ -109,7 +114,7 @@ class _Filler:
                 reason = "the head is tied to the embedding"
             if reason is None:
                 raise TapeoutError(
-                    f"{self.checkpoint.path}: tensor {name} is not part of the family {self.family.name}; every tensor must "
-                    "be used or ignored for a reason, so check that the architecture is right"
+                    f"{self.checkpoint.path}: tensor {name} is not part of the family {self.family.name}; every "
+                    "tensor must be used or ignored for a reason, so check that the architecture is right"
                 )
             yield name, reason

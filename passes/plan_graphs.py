@@ -1,4 +1,4 @@
-"""plan_graphs: one flat launch list a bucket, every argument an address in the arena, a weight, the KV pool or a number."""
+"""plan_graphs: one flat launch list a bucket; every argument is an address or a number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tapeout.compiler.stages import (
     Launch,
     LaunchList,
     MemoryPlan,
+    Placement,
     SelectedModel,
+    SizeOf,
     Span,
     WeightRef,
 )
@@ -27,7 +29,13 @@ def plan_graphs(selected: SelectedModel, memory: MemoryPlan) -> GraphPlan:
     lists = tuple(binder.bind(graph) for graph in memory.graphs)
     names = ", ".join(entry.name for entry in lists)
     reason = "kernels read the live number of rows; a bucket fixes addresses and the most rows they hold"
-    decision = Decision("plan_graphs", "buckets", names, reason, (("a launch list for every number of rows", "the same launches with more plan"),))
+    decision = Decision(
+        "plan_graphs",
+        "buckets",
+        names,
+        reason,
+        (("a launch list for every number of rows", "the same launches with more plan"),),
+    )
     return GraphPlan(lists, (decision,))
 
 
@@ -38,26 +46,36 @@ class _Binder:
 
     def bind(self, graph: GraphMemory) -> LaunchList:
         launches = self.selected.head if graph.phase == "head" else self.selected.body
-        offsets = {place.buffer: place.offset for place in graph.placements}
-        bound = tuple(self._launch(launch, offsets, graph.rows) for launch in launches)
+        places = {place.buffer: place for place in graph.placements}
+        bound = tuple(self._launch(launch, places, graph.rows) for launch in launches)
         return LaunchList(graph.name, graph.phase, graph.rows, bound)
 
-    def _launch(self, launch: Launch, offsets: Mapping[str, int], rows: int) -> dict[str, Any]:
+    def _launch(self, launch: Launch, places: Mapping[str, Placement], rows: int) -> dict[str, Any]:
         result: dict[str, Any] = {
             "kernel": launch.kernel,
             "op": launch.op,
-            "args": {name: self._arg(arg, offsets, rows) for name, arg in launch.args},
+            "args": {name: self._arg(arg, places, rows) for name, arg in launch.args},
         }
         if launch.produces:
-            buffer = self.buffers[next(arg.buffer for name, arg in launch.args if name == launch.output and isinstance(arg, Span))]
-            result["output"] = {"arg": launch.output, "kind": buffer.kind, "stride": buffer.columns, "cap": rows}
+            buffer = self.buffers[
+                next(arg.buffer for name, arg in launch.args if name == launch.output and isinstance(arg, Span))
+            ]
+            result["output"] = {
+                "arg": launch.output,
+                "kind": buffer.kind,
+                "stride": buffer.columns,
+                "cap": rows,
+                "in_place": buffer.name in launch.reads,
+            }
             result["produces"] = [{"op": made.op, "columns": [made.start, made.stop]} for made in launch.produces]
         return result
 
-    def _arg(self, arg: Arg, offsets: Mapping[str, int], rows: int) -> Any:
+    def _arg(self, arg: Arg, places: Mapping[str, Placement], rows: int) -> Any:
         match arg:
             case Span(buffer, column):
-                return ["arena", offsets[buffer] + 4 * column]
+                return ["arena", places[buffer].offset + 4 * column]
+            case SizeOf(buffer):
+                return places[buffer].nbytes
             case WeightRef(weight):
                 return ["weight", weight]
             case KvRef(layer):

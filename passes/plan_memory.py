@@ -96,7 +96,9 @@ def lifetimes(launches: Sequence[Launch]) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _place(selected: SelectedModel, phase: str, rows: int, pinned: dict[str, tuple[int, int]], start: int) -> GraphMemory:
+def _place(
+    selected: SelectedModel, phase: str, rows: int, pinned: dict[str, tuple[int, int]], start: int
+) -> GraphMemory:
     """Greedy by size: each buffer goes to the lowest place free during its life; logits outlive their list."""
     launches = selected.head if phase == "head" else selected.body
     buffers = {buffer.name: buffer for buffer in selected.buffers}
@@ -104,7 +106,9 @@ def _place(selected: SelectedModel, phase: str, rows: int, pinned: dict[str, tup
     if phase == "head":
         spans[selected.logits] = (spans[selected.logits][0], len(launches))
     placed = [Placement(name, *pinned[name], 0, len(launches)) for name in pinned if name in spans]
-    waiting = sorted((name for name in spans if name not in pinned), key=lambda name: (-buffers[name].nbytes(rows), name))
+    waiting = sorted(
+        (name for name in spans if name not in pinned), key=lambda name: (-buffers[name].nbytes(rows), name)
+    )
     for name in waiting:
         size, (first, last) = buffers[name].nbytes(rows), spans[name]
         rivals = sorted((p.offset, p.offset + p.nbytes) for p in placed if not (p.last < first or last < p.first))
@@ -141,7 +145,9 @@ def _refuse_if_too_large(plan: MemoryPlan, selected: SelectedModel, serving: Ser
     )
     if fits > 0:
         raise TapeoutError(
-            f"serving.max_context {plan.max_context} with max_sequences {plan.max_sequences} does not fit in memory: {needs}; "
-            f"the longest context that fits is {fits}"
+            f"serving.max_context {plan.max_context} with max_sequences {plan.max_sequences} does not fit in "
+            f"memory: {needs}; the longest context that fits is {fits}"
         )
-    raise TapeoutError(f"the model does not fit in memory at any context: {needs}; raise topology.memory or use smaller formats")
+    raise TapeoutError(
+        f"the model does not fit in memory at any context: {needs}; raise topology.memory or use smaller formats"
+    )

@@ -21,6 +21,7 @@ from tapeout.compiler.stages import (
     PackedWeight,
     Produced,
     SelectedModel,
+    SizeOf,
     Span,
     WeightRef,
     merge_decisions,
@@ -28,11 +29,12 @@ from tapeout.compiler.stages import (
 from tapeout.runtime.errors import TapeoutError
 
 HIDDEN = "hidden"
+SPLIT_ROWS = 8  # steps of more rows keep all threads busy without splitting a row over its keys
 KV_BYTES = {"f16": 2, "f32": 4}
 
 
 def select_kernels(fused: FusedModel, device: Device, serving: Serving) -> SelectedModel:
-    """Lower every op to a kernel that serves its format; fold residual adds, gates, norms and rotations where one can."""
+    """Lower every op to a kernel that serves its format, folding in residual adds, gates, norms and rotations."""
     lowering = _Lowering(fused, device, serving)
     for op in fused.graph.ops:
         lowering.lower(op)
@@ -40,7 +42,7 @@ def select_kernels(fused: FusedModel, device: Device, serving: Serving) -> Selec
 
 
 class _Lowering:
-    """Walks the program once. ``place`` says where each value lies; deferred values wait for the op that absorbs them."""
+    """Walks the program once. ``place`` says where each value lies; absorbed values get no launch of their own."""
 
     def __init__(self, fused: FusedModel, device: Device, serving: Serving) -> None:
         self.graph, self.fused, self.device, self.serving = fused.graph, fused, device, serving
@@ -93,17 +95,22 @@ class _Lowering:
 
     def _buffer(self, name: str, columns: int, kind: str = "f32", *, pinned: bool = False) -> Span:
         per_row = 4 * columns if kind == "f32" else x8_bytes(columns)
-        self.buffers.setdefault(name, Buffer(name, per_row, 0, kind, columns, pinned))
+        self.buffers.setdefault(name, Buffer(name, per_row, kind, columns, pinned))
         return Span(name)
 
-    def _emit(self, kernel: KernelEntry, op: Op, args: tuple[Arg, ...], reads: tuple[Span, ...], writes: tuple[Span, ...],
-              produces: tuple[Produced, ...] = (), output: str = "y") -> None:  # fmt: skip
+    def _emit(
+        self,
+        kernel: KernelEntry,
+        op: Op,
+        args: tuple[Arg, ...],
+        reads: tuple[Span, ...],
+        writes: tuple[Span, ...],
+        produces: tuple[Produced, ...] = (),
+    ) -> None:
         self.kernels[kernel.name] = kernel
         named = tuple(zip(kernel.params, args, strict=True))
-        self.launches.append(
-            Launch(kernel.name, op.name, named, tuple(s.buffer for s in reads), tuple(s.buffer for s in writes), produces,
-                   output if produces else "")  # fmt: skip
-        )
+        read, written = (tuple(span.buffer for span in spans) for spans in (reads, writes))
+        self.launches.append(Launch(kernel.name, op.name, named, read, written, produces, "y" if produces else ""))
 
     def _stride(self, span: Span) -> int:
         return self.buffers[span.buffer].columns
@@ -116,7 +123,13 @@ class _Lowering:
         if value not in self.quantized:
             source, columns = self.place[value], self._width(value)
             target = self._buffer(f"{value}.x8", columns, "x8")
-            self._emit(simple.QUANTIZE_X8, op, (source, self._stride(source), target, columns, Capacity()), (source,), (target,))
+            self._emit(
+                simple.QUANTIZE_X8,
+                op,
+                (source, self._stride(source), target, columns, Capacity()),
+                (source,),
+                (target,),
+            )
             self.quantized[value] = target.buffer
         return Span(self.quantized[value])
 
@@ -141,7 +154,9 @@ class _Lowering:
         if all(reader.kind == "add" for reader in readers):
             return self._absorbed(op, readers, "add")
         x, weight, eps = self.place[op.inputs[0]], WeightRef(op.weights[0]), op.number("eps")
-        quantized = [reader for reader in readers if reader.kind == "linear" and linear.takes_x8(self._format(reader.weights[0]))]
+        quantized = [
+            reader for reader in readers if reader.kind == "linear" and linear.takes_x8(self._format(reader.weights[0]))
+        ]
         produces = (Produced(op.name, 0, op.width),)
         if quantized:
             y = self._buffer(f"{op.name}.x8", op.width, "x8")
@@ -157,7 +172,9 @@ class _Lowering:
     def _absorbed(self, op: Op, readers: list[Op], kind: str) -> None:
         """Check that the op's only reader will fold it in; it gets no launch of its own."""
         if len(readers) != 1 or readers[0].kind != kind:
-            raise TapeoutError(f"{op.name}: no CPU kernel computes this {op.kind} on its own; its one reader must be a {kind}")
+            raise TapeoutError(
+                f"{op.name}: no CPU kernel computes this {op.kind} on its own; its one reader must be a {kind}"
+            )
 
     def _linear(self, op: Op) -> None:
         weight = op.weights[0]
@@ -193,7 +210,7 @@ class _Lowering:
         return y, linear.STORE, op.width, tuple(produces)
 
     def _store_place(self, op: Op) -> Span:
-        """A fuse group shares one buffer, whether its parts are one matrix or not; each part has its declared columns."""
+        """A fuse group shares one buffer, whether or not it is one matrix; each part has its declared columns."""
         if not op.fuse:
             return self._buffer(op.name, op.width)
         group = [part for part in self.fused.quantized.logical.graph.ops if part.fuse == op.fuse]
@@ -209,7 +226,10 @@ class _Lowering:
         if len(op.parts) != 2 or len(op.weights) > 1 or op.parts[0][1] != op.parts[1][1]:
             return None
         readers = [self.consumers[name] for name, _ in op.parts]
-        if any(len(reader) != 1 or reader[0].kind != "gated" for reader in readers) or readers[0][0] is not readers[1][0]:
+        if (
+            any(len(reader) != 1 or reader[0].kind != "gated" for reader in readers)
+            or readers[0][0] is not readers[1][0]
+        ):
             return None
         gate = readers[0][0]
         in_order = gate.inputs == (op.parts[0][0], op.parts[1][0])
@@ -229,7 +249,9 @@ class _Lowering:
 
     def _record(self, op: Op, chosen: str, format: str, k: int) -> None:
         n, rows = op.width, 1
-        times = {name: linear.cost(name, n, k, rows).seconds(self.device) for name in dict.fromkeys((format, "bf16", "f32"))}
+        times = {
+            name: linear.cost(name, n, k, rows).seconds(self.device) for name in dict.fromkeys((format, "bf16", "f32"))
+        }
         best = times[format]
         others = tuple(
             (f"linear_{name}", f"weights dequantized at compile time would be read in {time / best:.1f} times the time")
@@ -238,7 +260,14 @@ class _Lowering:
         )
         evidence = (("decode_us", round(best * 1e6, 2)), ("bytes", packed_bytes((n, k), format, linear.LAYOUT)))
         self.decisions.append(
-            Decision("select_kernels", op.name, chosen, f"serves {format} as stored, layout {linear.LAYOUT}", others, evidence)
+            Decision(
+                "select_kernels",
+                op.name,
+                chosen,
+                f"serves {format} as stored, layout {linear.LAYOUT}",
+                others,
+                evidence,
+            )
         )
 
     def _rope(self, op: Op) -> None:
@@ -265,8 +294,22 @@ class _Lowering:
         write = (q, self._stride(q), k, self._stride(k), v, self._stride(v), table, kv, *shape, q_norm, k_norm, eps)
         self._emit(simple.rope_kv(dtype), op, write, (q, k, v, table), (q,))
         y = self.place[op.name] = self._buffer(op.name, op.width)
-        read = (q, self._stride(q), y, kv, *shape, op.number("scale"), op.integer("window"), 0, 0)
-        self._emit(simple.attention(dtype), op, read, (q,), (y,), (Produced(op.name, 0, op.width),))
+        split = Span(f"{op.name}.split")
+        size = simple.attention_split_bytes(1, heads, head_dim)
+        self.buffers[split.buffer] = Buffer(split.buffer, size, "scratch", max_rows=SPLIT_ROWS)
+        read = (
+            q,
+            self._stride(q),
+            y,
+            kv,
+            *shape,
+            op.number("scale"),
+            op.integer("window"),
+            split,
+            SizeOf(split.buffer),
+        )
+        self._emit(simple.attention(dtype), op, read, (q,), (y, split))
+        self._emit(simple.ATTENTION_COMBINE, op, read, (y, split), (y,), (Produced(op.name, 0, op.width),))
         self.layers[layer] = 2 * kv_heads * head_dim * KV_BYTES[dtype]
 
     def _before_rotation(self, rope: Op) -> tuple[Span, Arg, float]:
@@ -282,7 +325,9 @@ class _Lowering:
             raise TapeoutError(f"{op.name}: the CPU kernel needs gate and up side by side, gate first")
         y = self.place[op.name] = self._buffer(op.name, op.width)
         kernel = simple.GATED[str(op.attr("act"))]
-        self._emit(kernel, op, (gate, self._stride(gate), y, op.width), (gate,), (y,), (Produced(op.name, 0, op.width),))
+        self._emit(
+            kernel, op, (gate, self._stride(gate), y, op.width), (gate,), (y,), (Produced(op.name, 0, op.width),)
+        )
 
     def _add(self, op: Op) -> None:
         stream = next((name for name in op.inputs if self._streams(name, op)), None)

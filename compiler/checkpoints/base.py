@@ -19,6 +19,8 @@ from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes
 from tapeout.runtime.errors import TapeoutError
 
+MAX_NAME = 1024  # bytes or characters of a tensor's or key's name: far above any real one, and it fits in a message
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -133,7 +135,9 @@ def load_json(text: bytes, where: str) -> Any:
         if len(found) < len(items):
             seen: set[str] = set()
             twice = next(key for key, _ in items if key in seen or seen.add(key))
-            raise TapeoutError(f"{where}: the key {twice!r} stands twice in one JSON object; each may stand once")
+            raise TapeoutError(
+                f"{where}: the key {twice[:MAX_NAME]!r} stands twice in one JSON object; each may stand once"
+            )
         return found
 
     def constant(text: str) -> NoReturn:

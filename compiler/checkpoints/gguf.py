@@ -17,13 +17,12 @@ from typing import Any, overload
 
 import numpy as np
 
-from tapeout.compiler.checkpoints.base import Checkpoint, FileIdentity, TensorInfo, sorted_tensors
+from tapeout.compiler.checkpoints.base import MAX_NAME, Checkpoint, FileIdentity, TensorInfo, sorted_tensors
 from tapeout.compiler.formats import Format, by_gguf_id
 from tapeout.runtime.errors import TapeoutError
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
-MAX_NAME = 65535
 STRING, ARRAY = 8, 9
 SCALARS = {
     0: "<u1",

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard, cast
 
 from tapeout.compiler.checkpoints.base import (
+    MAX_NAME,
     Checkpoint,
     FileIdentity,
     TensorInfo,
@@ -191,6 +192,8 @@ def _entry(path: Path, name: str, value: Any, start: int) -> Entry:
 
 
 def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...], int, int]:
+    if len(name) > MAX_NAME:
+        raise TapeoutError(f"{path}: a tensor has a name of {len(name)} characters; names have at most {MAX_NAME}")
     shown: object = value
     if isinstance(value, dict):
         found = cast("dict[str, Any]", value)

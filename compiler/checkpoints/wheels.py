@@ -40,7 +40,7 @@ class Piece:
     wheel: Path | None = None
 
     def blocks(self) -> Iterator[bytes]:
-        """The content, in blocks. Raises OSError on any damage."""
+        """The content, in blocks. Raises TapeoutError when the wheel is damaged."""
         if self.path is not None:
             with self.path.open("rb") as file:
                 while block := file.read(BLOCK):
@@ -52,7 +52,7 @@ class Piece:
                 while block := file.read(BLOCK):
                     yield block
         except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-            raise OSError(f"{self.wheel.name}: damaged wheel: {error}") from error
+            raise TapeoutError(f"{self.wheel.name}: a damaged wheel ({error}); fetch it again") from error
 
     def text(self) -> str:
         """The content of a small text file; empty when it is too large to be one."""

@@ -1,4 +1,4 @@
-"""The native half of emission: pack.c and quantize.c as one library, built once per content and called without the GIL."""
+"""The native half of emission: pack.c and quantize.c as one library, built once, called without the GIL."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes, Floats
@@ -76,19 +77,19 @@ class Native:
         assert result == 0, (format, values.shape, result)
         return out
 
-    def add_error(self, format: str, values: Floats, rows: Bytes, sums: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    def add_error(self, format: str, values: Floats, rows: Bytes, sums: npt.NDArray[np.float64]) -> None:
         """Add the error of ``rows`` against the values they encode: sums of (x - x')^2 and x^2, largest |x - x'|."""
         assert values.flags.c_contiguous and rows.flags.c_contiguous
-        self._library.tp_error(
-            _gguf_id(format), values.ctypes.data, rows.ctypes.data, values.size, sums.ctypes.data
-        )
+        self._library.tp_error(_gguf_id(format), values.ctypes.data, rows.ctypes.data, values.size, sums.ctypes.data)
 
 
 def load_native(cache: Path) -> Native:
     """The library, built into ``cache`` unless it is there. Raises TapeoutError without the ziglang package."""
     place = importlib.util.find_spec("ziglang")
     if place is None or place.origin is None:
-        raise TapeoutError("emitting weights needs the ziglang package, which is not installed; pip install 'tapeout[compiler]'")
+        raise TapeoutError(
+            "emitting weights needs the ziglang package, which is not installed; pip install 'tapeout[compiler]'"
+        )
     target = _MACHINES.get(platform.machine(), ())
     digest = hashlib.sha256(repr((importlib.metadata.version("ziglang"), target, _FLAGS, _LINK)).encode())
     folder = Path(__file__).parent
@@ -103,17 +104,22 @@ def load_native(cache: Path) -> Native:
 
 def _build(zig: Path, target: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="emit-", dir=path.parent) as scratch:
-        environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": scratch, "ZIG_GLOBAL_CACHE_DIR": scratch}
-        sources = [str(Path(__file__).parent / name) for name in SOURCES]
         objects = [f"{scratch}/{name}.o" for name in SOURCES]
         partial = f"{scratch}/{path.name}"
-        commands = [[*_FLAGS, *target, "-c", source, "-o", output] for source, output in zip(sources, objects, strict=True)]
-        for arguments in (*commands, [*target, *_LINK, *objects, "-o", partial]):
-            result = subprocess.run([str(zig), "cc", *arguments], env=environment, capture_output=True, text=True, check=False)
-            if result.returncode:
-                lines = [line for line in result.stderr.splitlines() if line.strip()][:6]
-                raise TapeoutError("\n".join(["compiling the emission library failed:", *lines]))
+        for name, output in zip(SOURCES, objects, strict=True):
+            source = str(Path(__file__).parent / name)
+            _zig(zig, [*_FLAGS, *target, "-c", source, "-o", output], scratch)
+        _zig(zig, [*target, *_LINK, *objects, "-o", partial], scratch)
         os.replace(partial, path)
+
+
+def _zig(zig: Path, arguments: list[str], scratch: str) -> None:
+    environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": scratch, "ZIG_GLOBAL_CACHE_DIR": scratch}
+    command = [str(zig), "cc", *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if line.strip()][:6]
+        raise TapeoutError("\n".join(["compiling the emission library failed:", *lines]))
 
 
 def _gguf_id(format: str) -> int:

@@ -170,6 +170,8 @@ static int encode_affine(const float *x, uint8_t *dst, int bits) {
         low = x[i] < low ? x[i] : low;
         high = x[i] > high ? x[i] : high;
     }
+    low += 0.0f;  // -0 and 0 are equal to a minimum and a maximum: keep one of them
+    high += 0.0f;
     float scale = (high - low) / (float)top;
     int overflow = store_half(dst, scale) | store_half(dst + 2, low);
     if (overflow) return TOO_LARGE;
@@ -330,9 +332,9 @@ static inline lanes most(lanes a, lanes b) { return pick(a > b, a, b); }
 // The nearest integer, ties to even, of values far below 2^22.
 static inline lanes nearest(lanes value) { return (value + all(12582912.0f)) - all(12582912.0f); }
 
-// numerator / denominator, or 0 where the denominator is not above zero.
+// numerator / denominator, or 0 where the denominator's magnitude is below 1e-30.
 static inline lanes ratio(lanes numerator, lanes denominator) {
-    flags good = denominator > all(0.0f);
+    flags good = (denominator > all(1e-30f)) | (denominator < all(-1e-30f));
     return pick(good, numerator / pick(good, denominator, all(1.0f)), all(0.0f));
 }
 
@@ -367,7 +369,7 @@ static inline Sums sums_of(const lanes *x, int n, lanes minimum, lanes factor, l
 
 // Squared error of x against scale * q - minimum, and the sum of q.
 static inline lanes error_of(const lanes *x, int n, lanes scale, lanes minimum, lanes bottom, lanes top, lanes *q) {
-    lanes factor = pick(scale == all(0.0f), all(0.0f), all(1.0f) / pick(scale == all(0.0f), all(1.0f), scale));
+    lanes factor = ratio(all(1.0f), scale);
     lanes even = all(0.0f), odd = all(0.0f), even_q = all(0.0f), odd_q = all(0.0f);
     for (int i = 0; i < n; i += 2) {
         lanes a = x[i] + minimum, b = x[i + 1] + minimum;
@@ -388,38 +390,45 @@ static void spread(const float *src, lanes *x, int n) {
         for (int j = 0; j < 8; j++) x[i][j] = src[n * j + i];
 }
 
-// One super-block of Q4_K or Q5_K while it is being searched.
+static float clamp_half(float value) {
+    value = value < 65504.0f ? value : 65504.0f;
+    return round_half(value > -65504.0f ? value : -65504.0f);
+}
+
+// One super-block of Q4_K or Q5_K: value = d * sub * code - dmin * submin, eight sub-blocks of 32.
 typedef struct {
     lanes x[32];
-    lanes sum;               // of x, a lane
+    lanes sum;               // of x
     lanes top;               // the highest code
     lanes scale, minimum;    // the best real-valued fit of every sub-block
 } Affine;
 
-#ifndef NCAND
-#define NCAND 16
-#define CSTEP 0.1f
-#define CLOW -0.9f
-#define NREF 2
-#define NROUND 3
-#endif
+typedef struct {
+    float d, dmin;
+    lanes sub, submin;
+    double error;
+} AffineChoice;
 
-// Least squares for scale >= 0 and minimum >= 0 from the sums; returns the squared error less the sum of x*x.
-static inline lanes solve_affine(const Affine *a, Sums s, lanes *scale, lanes *minimum) {
+// Least squares for scale >= 0 and minimum >= 0 under the codes that (minimum, factor) give. Keeps what is better
+// than `best`, the squared error less the sum of x*x.
+static inline void improve_affine(Affine *a, lanes minimum, lanes factor, lanes *best) {
     lanes n = all(32.0f), zero = all(0.0f);
-    lanes determinant = n * s.qq - s.q * s.q;
-    lanes slope = ratio(n * s.qx - s.q * a->sum, determinant);
+    Sums s = sums_of(a->x, 32, minimum, factor, zero, a->top);
+    lanes slope = ratio(n * s.qx - s.q * a->sum, n * s.qq - s.q * s.q);
     lanes offset = (slope * s.q - a->sum) * all(1.0f / 32.0f);
-    flags above = offset < zero;
-    *scale = pick(above, ratio(s.qx, s.qq), slope);
-    *scale = most(*scale, zero);
-    *minimum = most(offset, zero);
-    lanes m = *minimum, d = *scale;
-    return d * (d * s.qq - all(2.0f) * (m * s.q + s.qx)) + m * (n * m + all(2.0f) * a->sum);
+    lanes scale = most(pick(offset < zero, ratio(s.qx, s.qq), slope), zero);
+    offset = most(offset, zero);
+    lanes error = scale * (scale * s.qq - all(2.0f) * (offset * s.q + s.qx));
+    error += offset * (n * offset + all(2.0f) * a->sum);
+    flags better = error < *best;
+    *best = pick(better, error, *best);
+    a->scale = pick(better, scale, a->scale);
+    a->minimum = pick(better, offset, a->minimum);
 }
 
+// A grid of ranges (the upper end stretched by up to two steps, the lower raised by 0 or 0.4), then two refinements.
 static void fit_affine(Affine *a) {
-    lanes zero = all(0.0f), low = zero, high = a->x[0], even = zero, odd = zero;
+    lanes zero = all(0.0f), low = zero, high = a->x[0], even = zero, odd = zero, best = all(1e30f);
     for (int i = 0; i < 32; i += 2) {
         low = least(low, least(a->x[i], a->x[i + 1]));
         high = most(high, most(a->x[i], a->x[i + 1]));
@@ -427,83 +436,58 @@ static void fit_affine(Affine *a) {
         odd += a->x[i + 1];
     }
     a->sum = even + odd;
-    lanes range = high - low, best = all(1e30f);
+    a->scale = a->minimum = zero;
+    lanes range = high - low;
     range = pick(range > all(1e-15f), range, zero);
-#ifndef NE
-#define NE 1
-#define ES 0.4f
-#endif
-    for (int e = 0; e < NE; e++)
-    for (int c = 0; c < NCAND; c++) {
-        lanes scale, minimum;
-        lanes factor = ratio(a->top + all(CLOW + CSTEP * (float)c), range);
-        lanes m0 = -low - range * all(ES/15.0f*e);
-        lanes error = solve_affine(a, sums_of(a->x, 32, m0, factor, zero, a->top), &scale, &minimum);
-        flags better = error < best;
-        best = pick(better, error, best);
-        a->scale = pick(better, scale, a->scale);
-        a->minimum = pick(better, minimum, a->minimum);
+    lanes raised = zero - low - range / a->top * all(0.4f);
+    for (int c = 0; c < 11; c++) {
+        lanes factor = ratio(a->top + all(-2.0f + 0.25f * (float)c), range);
+        improve_affine(a, zero - low, factor, &best);
+        improve_affine(a, raised, factor, &best);
     }
-    for (int c = 0; c < NREF; c++) {
-        lanes scale, minimum;
-        lanes factor = ratio(all(1.0f), a->scale);
-        lanes error = solve_affine(a, sums_of(a->x, 32, a->minimum, factor, zero, a->top), &scale, &minimum);
-        flags better = error < best;
-        best = pick(better, error, best);
-        a->scale = pick(better, scale, a->scale);
-        a->minimum = pick(better, minimum, a->minimum);
-    }
+    for (int c = 0; c < 2; c++) improve_affine(a, a->minimum, ratio(all(1.0f), a->scale), &best);
 }
 
-typedef struct {
-    float d, dmin;
-    lanes sub, submin;
-    double error;
-} Choice;
-
-// The best 6-bit scales and minima under d and dmin.
-static void choose_subs(const Affine *a, Choice *choice) {
-    lanes zero = all(0.0f), limit = all(63.0f), d = all(choice->d), dmin = all(choice->dmin);
-    lanes centre = most(least(nearest(a->scale * ratio(all(1.0f), d)), limit), zero);
+// The best 6-bit scales and minima under d and dmin: three scales round the real-valued fit, each with the fit's
+// minimum and then with the one its own codes ask for.
+static void choose_affine(const Affine *a, AffineChoice *choice) {
+    lanes zero = all(0.0f), limit = all(63.0f), d = all(choice->d), dmin = all(choice->dmin), best = all(1e30f);
     lanes unit = ratio(all(1.0f), dmin);
-    lanes start = least(nearest(a->minimum * unit), limit);
-    lanes best = all(1e30f);
+    lanes centre = nearest(least(a->scale * ratio(all(1.0f), d), limit));
+    lanes start = nearest(least(a->minimum * unit, limit));
     choice->sub = choice->submin = zero;
     for (int step = -1; step <= 1; step++) {
-        lanes sub = most(least(centre + all((float)step), limit), zero);
-        lanes submin = start, q;
+        lanes sub = most(least(centre + all((float)step), limit), zero), submin = start, q;
         for (int pass = 0; pass < 2; pass++) {
             lanes error = error_of(a->x, 32, d * sub, dmin * submin, zero, a->top, &q);
             flags better = error < best;
             best = pick(better, error, best);
             choice->sub = pick(better, sub, choice->sub);
             choice->submin = pick(better, submin, choice->submin);
-            lanes wanted = (d * sub * q - a->sum) * all(1.0f / 32.0f);
-            submin = most(least(nearest(least(wanted * unit, limit)), limit), zero);
+            lanes wanted = (d * sub * q - a->sum) * all(1.0f / 32.0f) * unit;
+            submin = nearest(most(least(wanted, limit), zero));
         }
     }
     choice->error = across(best);
 }
 
-// d and dmin by least squares over the whole super-block, codes and subs held.
-static void solve_super(const Affine *a, const Choice *from, Choice *to) {
-    lanes zero = all(0.0f), scale = all(from->d) * from->sub;
-    Sums s = sums_of(a->x, 32, all(from->dmin) * from->submin, ratio(all(1.0f), scale), zero, a->top);
+// d and dmin by least squares over the whole super-block, all codes held.
+static void solve_affine(const Affine *a, const AffineChoice *from, AffineChoice *to) {
+    lanes factor = ratio(all(1.0f), all(from->d) * from->sub);
+    Sums s = sums_of(a->x, 32, all(from->dmin) * from->submin, factor, all(0.0f), a->top);
     double dd = across(from->sub * from->sub * s.qq), dm = across(from->sub * from->submin * s.q);
     double mm = across(from->submin * from->submin * all(32.0f));
     double dx = across(from->sub * s.qx), mx = across(from->submin * a->sum);
     double determinant = dd * mm - dm * dm;
-    *to = *from;
     if (determinant > 0.0) {
-        to->d = (float)((dx * mm - dm * mx) / determinant);
-        to->dmin = (float)((dx * dm - mx * dd) / determinant);
-    } else if (dd > 0.0) {
-        to->d = (float)(dx / dd);
+        to->d = clamp_half((float)((dx * mm - dm * mx) / determinant));
+        to->dmin = clamp_half((float)((dx * dm - mx * dd) / determinant));
+    } else {
+        to->d = dd > 0.0 ? clamp_half((float)(dx / dd)) : from->d;
+        to->dmin = from->dmin;
     }
-}
-
-static float scale_half(float value) {
-    return value > 0.0f ? round_half(value < 65504.0f ? value : 65504.0f) : 0.0f;
+    if (!(to->d > 0.0f)) to->d = 0.0f;
+    if (!(to->dmin > 0.0f)) to->dmin = 0.0f;
 }
 
 static float highest(lanes value) {
@@ -512,50 +496,162 @@ static float highest(lanes value) {
     return result;
 }
 
-static int encode_q45_k(const float *src, uint8_t *dst, int bits) {
-    Affine a;
-    int status = check_k_block(src);
-    if (status) return status;
-    a.top = all(bits == 5 ? 31.0f : 15.0f);
-    a.scale = a.minimum = all(0.0f);
-    spread(src, a.x, 32);
-    fit_affine(&a);
-    Choice best = {scale_half(highest(a.scale) / 63.0f), scale_half(highest(a.minimum) / 63.0f), a.top, a.top, 0.0};
-    choose_subs(&a, &best);
-    for (int round = 0; round < NROUND; round++) {
-        Choice next;
-        solve_super(&a, &best, &next);
-        next.d = scale_half(next.d);
-        next.dmin = scale_half(next.dmin);
-        if (next.d == best.d && next.dmin == best.dmin) break;
-        choose_subs(&a, &next);
-        if (!(next.error < best.error)) break;
-        best = next;
-    }
+static void pack_q45_k(const Affine *a, const AffineChoice *choice, uint8_t *dst, int bits) {
     uint8_t sub[8], submin[8], codes[256];
-    lanes factor = ratio(all(1.0f), all(best.d) * best.sub), minimum = all(best.dmin) * best.submin;
+    lanes factor = ratio(all(1.0f), all(choice->d) * choice->sub), minimum = all(choice->dmin) * choice->submin;
     for (int i = 0; i < 32; i++) {
-        lanes code = code_of(a.x[i] + minimum, factor, all(0.0f), a.top);
+        lanes code = code_of(a->x[i] + minimum, factor, all(0.0f), a->top);
         for (int j = 0; j < 8; j++) codes[32 * j + i] = (uint8_t)code[j];
     }
     for (int j = 0; j < 8; j++) {
-        sub[j] = (uint8_t)best.sub[j];
-        submin[j] = (uint8_t)best.submin[j];
+        sub[j] = (uint8_t)choice->sub[j];
+        submin[j] = (uint8_t)choice->submin[j];
     }
-    store_half(dst, best.d);
-    store_half(dst + 2, best.dmin);
+    store_half(dst, choice->d);
+    store_half(dst + 2, choice->dmin);
     pack_pairs(sub, submin, dst + 4);
     uint8_t *nibbles = bits == 5 ? dst + 48 : dst + 16;
     for (int c = 0; c < 4; c++)
         for (int i = 0; i < 32; i++)
             nibbles[32 * c + i] = (uint8_t)((codes[64 * c + i] & 15) | (codes[64 * c + 32 + i] & 15) << 4);
-    if (bits == 5) {
+    if (bits == 4) return;
+    for (int i = 0; i < 32; i++) {
+        int high = 0;
+        for (int s = 0; s < 8; s++) high |= (codes[32 * s + i] >> 4) << s;
+        dst[16 + i] = (uint8_t)high;
+    }
+}
+
+static int encode_q45_k(const float *src, uint8_t *dst, int bits) {
+    Affine a;
+    AffineChoice best, next;
+    int status = check_k_block(src);
+    if (status) return status;
+    a.top = all(bits == 5 ? 31.0f : 15.0f);
+    spread(src, a.x, 32);
+    fit_affine(&a);
+    best.d = clamp_half(highest(a.scale) / 63.0f);
+    best.dmin = clamp_half(highest(a.minimum) / 63.0f);
+    choose_affine(&a, &best);
+    for (int round = 0; round < 3; round++) {
+        solve_affine(&a, &best, &next);
+        choose_affine(&a, &next);
+        if (!(next.error < best.error)) break;
+        best = next;
+    }
+    pack_q45_k(&a, &best, dst, bits);
+    return OK;
+}
+
+// One super-block of Q6_K: value = d * sub * (code - 32), two groups of eight sub-blocks of 16.
+typedef struct {
+    lanes x[2][16];
+    lanes scale[2];          // the best real-valued fit of every sub-block
+} Symmetric;
+
+typedef struct {
+    float d;
+    lanes sub[2];
+    double error;
+} SymmetricChoice;
+
+// Least squares for the scale under the codes that `factor` gives; keeps it when it explains more than `best`.
+static inline void improve_symmetric(const lanes *x, lanes factor, lanes *scale, lanes *best) {
+    Sums s = sums_of(x, 16, all(0.0f), factor, all(-32.0f), all(31.0f));
+    lanes slope = ratio(s.qx, s.qq), explained = slope * s.qx;
+    flags better = explained > *best;
+    *best = pick(better, explained, *best);
+    *scale = pick(better, slope, *scale);
+}
+
+// A grid of ranges that put the largest magnitude near either end of the codes, then one refinement.
+static void fit_symmetric(const lanes *x, lanes *scale) {
+    lanes peak = all(0.0f), best = all(0.0f);
+    for (int i = 0; i < 16; i++) peak = pick(most(x[i], all(0.0f) - x[i]) > most(peak, all(0.0f) - peak), x[i], peak);
+    peak = pick(most(peak, all(0.0f) - peak) > all(1e-15f), peak, all(0.0f));
+    *scale = all(0.0f);
+    for (int c = 0; c < 9; c++) {
+        float stretch = -1.25f + 0.25f * (float)c;
+        improve_symmetric(x, ratio(all(-32.0f + stretch), peak), scale, &best);
+        improve_symmetric(x, ratio(all(31.0f - stretch), peak), scale, &best);
+    }
+    improve_symmetric(x, ratio(all(1.0f), *scale), scale, &best);
+}
+
+// The best 8-bit scales under d: two to each side of the real-valued fit.
+static void choose_symmetric(const Symmetric *s, SymmetricChoice *choice) {
+    lanes unit = ratio(all(1.0f), all(choice->d)), bottom = all(-128.0f), top = all(127.0f), q;
+    choice->error = 0.0;
+    for (int g = 0; g < 2; g++) {
+        lanes centre = nearest(most(least(s->scale[g] * unit, top), bottom)), best = all(1e30f);
+        choice->sub[g] = all(0.0f);
+        for (int step = -2; step <= 2; step++) {
+            lanes sub = most(least(centre + all((float)step), top), bottom);
+            lanes error = error_of(s->x[g], 16, all(choice->d) * sub, all(0.0f), all(-32.0f), all(31.0f), &q);
+            flags better = error < best;
+            best = pick(better, error, best);
+            choice->sub[g] = pick(better, sub, choice->sub[g]);
+        }
+        choice->error += across(best);
+    }
+}
+
+// d by least squares over the whole super-block, all codes held.
+static float solve_symmetric(const Symmetric *s, const SymmetricChoice *from) {
+    double dd = 0.0, dx = 0.0;
+    for (int g = 0; g < 2; g++) {
+        lanes factor = ratio(all(1.0f), all(from->d) * from->sub[g]);
+        Sums sums = sums_of(s->x[g], 16, all(0.0f), factor, all(-32.0f), all(31.0f));
+        dd += across(from->sub[g] * from->sub[g] * sums.qq);
+        dx += across(from->sub[g] * sums.qx);
+    }
+    return dd > 0.0 ? clamp_half((float)(dx / dd)) : from->d;
+}
+
+static void pack_q6_k(const Symmetric *s, const SymmetricChoice *choice, uint8_t *dst) {
+    uint8_t codes[256];
+    for (int g = 0; g < 2; g++) {
+        lanes factor = ratio(all(1.0f), all(choice->d) * choice->sub[g]);
+        for (int i = 0; i < 16; i++) {
+            lanes code = code_of(s->x[g][i], factor, all(-32.0f), all(31.0f)) + all(32.0f);
+            for (int j = 0; j < 8; j++) codes[128 * g + 16 * j + i] = (uint8_t)code[j];
+        }
+        for (int j = 0; j < 8; j++) dst[192 + 8 * g + j] = (uint8_t)(int8_t)choice->sub[g][j];
+    }
+    for (int h = 0; h < 2; h++) {
+        const uint8_t *q = codes + 128 * h;
+        for (int i = 0; i < 64; i++) dst[64 * h + i] = (uint8_t)((q[i] & 15) | (q[64 + i] & 15) << 4);
         for (int i = 0; i < 32; i++) {
-            int high = 0;
-            for (int s = 0; s < 8; s++) high |= (codes[32 * s + i] >> 4) << s;
-            dst[16 + i] = (uint8_t)high;
+            int high = q[i] >> 4 | q[32 + i] >> 4 << 2 | q[64 + i] >> 4 << 4 | q[96 + i] >> 4 << 6;
+            dst[128 + 32 * h + i] = (uint8_t)high;
         }
     }
+    store_half(dst + 208, choice->d);
+}
+
+static int encode_q6_k(const float *src, uint8_t *dst) {
+    Symmetric s;
+    SymmetricChoice best, next;
+    float peak = 0.0f;
+    int status = check_k_block(src);
+    if (status) return status;
+    for (int g = 0; g < 2; g++) {
+        spread(src + 128 * g, s.x[g], 16);
+        fit_symmetric(s.x[g], &s.scale[g]);
+        for (int j = 0; j < 8; j++) {
+            float scale = s.scale[g][j];
+            if ((scale < 0.0f ? -scale : scale) > (peak < 0.0f ? -peak : peak)) peak = scale;
+        }
+    }
+    best.d = clamp_half(peak / -128.0f);
+    choose_symmetric(&s, &best);
+    for (int round = 0; round < 3; round++) {
+        next.d = solve_symmetric(&s, &best);
+        choose_symmetric(&s, &next);
+        if (!(next.error < best.error)) break;
+        best = next;
+    }
+    pack_q6_k(&s, &best, dst);
     return OK;
 }
 
@@ -596,6 +692,7 @@ static int encode_block(int format, const float *x, uint8_t *dst) {
     case Q8_0: return encode_q8_0(x, dst);
     case Q4_K: return encode_q45_k(x, dst, 4);
     case Q5_K: return encode_q45_k(x, dst, 5);
+    case Q6_K: return encode_q6_k(x, dst);
     default: return UNSUPPORTED;
     }
 }

@@ -65,7 +65,9 @@ class Format:
     def row_bytes(self, k: int) -> int:
         """Bytes of one row of ``k`` elements. Raises ValueError when ``k`` is not a whole number of blocks."""
         if k % self.block:
-            raise ValueError(f"{self.name} stores blocks of {self.block} elements; a row of {k} is not a whole number of them")
+            raise ValueError(
+                f"{self.name} stores blocks of {self.block} elements; a row of {k} is not a whole number of them"
+            )
         return k // self.block * self.block_bytes
 
     @property

@@ -32,7 +32,9 @@ def _encode_f16(data: Floats) -> Bytes:
     with np.errstate(over="ignore"):
         rounded = np.ascontiguousarray(data.astype("<f2"))
     if np.isinf(rounded).any():
-        raise ValueError(f"the value {np.abs(data).max():g} is too large for f16, whose largest is 65504; bf16 would hold it")
+        raise ValueError(
+            f"the value {np.abs(data).max():g} is too large for f16, whose largest is 65504; bf16 would hold it"
+        )
     return rounded.view(np.uint8)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tapeout.compiler.formats.affine import blocks_of, decoder, fields, flat, half
-from tapeout.compiler.formats.base import Bytes, Codes, Format
+from tapeout.compiler.formats.affine import blocks_of, decoder, fields, flat, half, half_bytes
+from tapeout.compiler.formats.base import Bytes, Codes, Floats, Format
+from tapeout.compiler.formats.ksearch import search_affine, search_symmetric, super_blocks
 
 SUPER = 256
 Scales = npt.NDArray[np.int16]
@@ -77,10 +78,56 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Scales, Scales]:
     return flat(sub).astype(np.int16), flat(submin).astype(np.int16)
 
 
+def _encode_affine(data: Floats, top: int) -> Bytes:
+    """Q4_K (top 15) and Q5_K (top 31)."""
+    pieces: list[Bytes] = []
+    for blocks in super_blocks(data):
+        choice, codes = search_affine(blocks, top)
+        by_sub = codes.reshape(-1, 8, 32)
+        nibbles = (by_sub[:, 0::2] & np.uint8(15)) | (by_sub[:, 1::2] << np.uint8(4))
+        pairs = _pack_pairs(choice.sub.reshape(-1, 8), choice.submin.reshape(-1, 8))
+        parts = [half_bytes(choice.d, "a K-quant"), half_bytes(choice.dmin, "a K-quant"), pairs]
+        if top == 31:
+            parts.append(np.packbits(by_sub >> np.uint8(4), axis=1, bitorder="little")[:, 0])
+        pieces.append(np.concatenate([*parts, nibbles.reshape(-1, 128)], axis=1))
+    return np.concatenate(pieces).reshape(data.shape[0], -1)
+
+
+def _encode_q4_k(data: Floats) -> Bytes:
+    return _encode_affine(data, 15)
+
+
+def _encode_q5_k(data: Floats) -> Bytes:
+    return _encode_affine(data, 31)
+
+
+def _encode_q6_k(data: Floats) -> Bytes:
+    pieces: list[Bytes] = []
+    for blocks in super_blocks(data):
+        choice, codes = search_symmetric(blocks)
+        halves = codes.reshape(-1, 2, 4, 32)
+        low = (halves[:, :, :2] & np.uint8(15)) | (halves[:, :, 2:] << np.uint8(4))
+        steps = np.array([0, 2, 4, 6], np.uint8)[:, None]
+        high = np.bitwise_or.reduce((halves >> np.uint8(4)) << steps, axis=2)
+        sub = choice.sub.reshape(-1, 16).astype(np.int8).view(np.uint8)
+        parts = [low.reshape(-1, 128), high.reshape(-1, 64), sub, half_bytes(choice.d, "a K-quant")]
+        pieces.append(np.concatenate(parts, axis=1))
+    return np.concatenate(pieces).reshape(data.shape[0], -1)
+
+
+def _pack_pairs(sub: Floats, submin: Floats) -> Bytes:
+    """The inverse of ``_six_bit_pairs`` for one super-block a row, [B, 12]."""
+    scales, minima = sub.astype(np.uint8), submin.astype(np.uint8)
+    first = scales[:, :4] | ((scales[:, 4:] >> np.uint8(4)) << np.uint8(6))
+    second = minima[:, :4] | ((minima[:, 4:] >> np.uint8(4)) << np.uint8(6))
+    third = (scales[:, 4:] & np.uint8(15)) | (minima[:, 4:] << np.uint8(4))
+    return np.concatenate([first, second, third], axis=1)
+
+
 K_QUANTS: dict[str, Format] = {
     "q2_k": Format("q2_k", SUPER, 84, decoder(_codes_q2_k), None, _codes_q2_k, gguf_id=10),
     "q3_k": Format("q3_k", SUPER, 110, decoder(_codes_q3_k), None, _codes_q3_k, gguf_id=11),
-    "q4_k": Format("q4_k", SUPER, 144, decoder(_codes_q4_k), None, _codes_q4_k, gguf_id=12),
-    "q5_k": Format("q5_k", SUPER, 176, decoder(_codes_q5_k), None, _codes_q5_k, gguf_id=13),
-    "q6_k": Format("q6_k", SUPER, 210, decoder(_codes_q6_k), None, _codes_q6_k, gguf_id=14),
+    "q4_k": Format("q4_k", SUPER, 144, decoder(_codes_q4_k), _encode_q4_k, _codes_q4_k, gguf_id=12),
+    "q5_k": Format("q5_k", SUPER, 176, decoder(_codes_q5_k), _encode_q5_k, _codes_q5_k, gguf_id=13),
+    "q6_k": Format("q6_k", SUPER, 210, decoder(_codes_q6_k), _encode_q6_k, _codes_q6_k, gguf_id=14),
 }

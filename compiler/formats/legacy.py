@@ -7,7 +7,6 @@ element j, the high nibble element j + 16.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from tapeout.compiler.formats.affine import blocks_of, check_finite, decoder, fields, flat, half, half_bytes
 from tapeout.compiler.formats.base import Bytes, Codes, Floats, Format
@@ -87,7 +86,7 @@ def _encode_symmetric(data: Floats, bits: int) -> Bytes:
 
 def _encode_affine(data: Floats, bits: int) -> Bytes:
     """Q4_1 and Q5_1: the smallest element takes code 0, the largest the highest code."""
-    blocks = _blocks(data)
+    blocks = _blocks(data) + np.float32(0)  # -0 and 0 are equal to a minimum and a maximum: keep one of them
     top = (1 << bits) - 1
     low = blocks.min(axis=-1, keepdims=True)
     with np.errstate(over="ignore"):

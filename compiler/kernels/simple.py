@@ -21,6 +21,10 @@ GATED = {
 ADD_F32 = _entry("add_f32", "elementwise.c", "x", "y", "k")
 GATHER_F32 = _entry("gather_f32", "elementwise.c", "x", "y", "k")
 
+_ATTENTION = ("q", "ldq", "y", "kv", "heads", "kv_heads", "head_dim", "page_tokens", "scale", "window", "split",
+              "split_bytes")  # fmt: skip
+_SPLITS = 16  # TP_SPLITS of attention.h
+
 
 def rope_kv(dtype: str) -> KernelEntry:
     """Rotation of q and k, and writing k and v to the pool in ``dtype`` (f16 or f32)."""
@@ -30,5 +34,14 @@ def rope_kv(dtype: str) -> KernelEntry:
 
 def attention(dtype: str) -> KernelEntry:
     """Attention over the pool; its cost follows the live length."""
-    return _entry(f"attention_{dtype}", "attention.c", "q", "ldq", "y", "kv", "heads", "kv_heads", "head_dim",
-                  "page_tokens", "scale", "window", "split", "split_bytes")  # fmt: skip
+    defines = (("TP_KV_F16", "1" if dtype == "f16" else "0"),)
+    return KernelEntry(f"attention_{dtype}", "attention", _ATTENTION, "attention.c", defines)
+
+
+ATTENTION_COMBINE = KernelEntry("attention_combine", "attention_combine", _ATTENTION, "attention_combine.c", ())
+"""Follows each attention launch that has a split buffer, with the same arguments."""
+
+
+def attention_split_bytes(rows: int, heads: int, head_dim: int) -> int:
+    """Bytes of split buffer that let attention split long contexts in steps of up to ``rows`` rows (attention.h)."""
+    return 4 * rows * heads * _SPLITS * (head_dim + 16)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from tapeout.compiler.guards import is_list, is_mapping
 from tapeout.runtime.errors import TapeoutError
 
 DataPath = tuple[str | int, ...]
@@ -34,16 +35,6 @@ class Document:
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return self.file
-
-
-def is_mapping(value: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether ``value`` is a mapping."""
-    return isinstance(value, dict)
-
-
-def is_list(value: Any) -> TypeGuard[list[Any]]:
-    """Whether ``value`` is a list."""
-    return isinstance(value, list)
 
 
 def dotted(path: DataPath) -> str:

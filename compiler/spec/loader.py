@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tapeout.compiler.spec.document import DataPath, Document, dotted, is_list, is_mapping, read_document
+from tapeout.compiler.guards import is_list, is_mapping
+from tapeout.compiler.spec.document import DataPath, Document, dotted, read_document
 from tapeout.compiler.spec.schema import Spec
 from tapeout.compiler.spec.violations import schema_at, validate
 from tapeout.runtime.errors import TapeoutError
@@ -35,7 +37,7 @@ def _anchor_source(document: Document, folder: Path) -> None:
     model = document.data.get("model")
     source = model.get("source") if is_mapping(model) else None
     if is_mapping(model) and isinstance(source, str) and source and not source.startswith("pypi:"):
-        model["source"] = str(folder / Path(source).expanduser())
+        model["source"] = os.path.abspath(folder / Path(source).expanduser())
 
 
 def _apply(document: Document, override: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from tapeout.compiler.spec.document import DataPath, Document, dotted, is_list, is_mapping, kind_of, show
+from tapeout.compiler.guards import is_list, is_mapping
+from tapeout.compiler.spec.document import DataPath, Document, dotted, kind_of, show
 from tapeout.runtime.errors import TapeoutError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

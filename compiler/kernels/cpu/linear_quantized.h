@@ -11,6 +11,9 @@
 #else
 #define TP_CORRECTED (TP_ZERO != 0)
 #endif
+#ifndef TP_ROWS
+#define TP_ROWS (TP_WIDTH == 16 ? 8 : 4)
+#endif
 #define TP_SIDE (TP_CORRECTED || TP_MIN)
 
 /* What a row of activations contributes apart from its codes, by half group: scale * sum for the minimum, or -zero * sum
@@ -43,44 +46,62 @@ TP_FN operand operand_of(const void *x, int64_t k, int64_t cap, int64_t k0, int6
     return o;
 }
 
-/* sum + the products of steps first .. first + steps of one row of activations with the codes, by weight row. */
-TP_INLINE vi dot(vi sum, const vb codes[8], const int8_t *x, int first, int steps) {
-    const vi_memory *unused = 0;
-    (void)unused;
+#define TP_KEEP_ORDER(x) (void)0
+
+/* Add to sums[r] the products of steps first .. first + steps of row r of activations with the codes, by weight row.
+ * Rows advance together, one step at a time: consecutive instructions do not wait for each other. */
+TP_INLINE void dot(vi *sums, int rows, const vb codes[8], const int8_t *x, int first, int steps) {
     const int32_t *packed = (const int32_t *)x;
 #if TP_WIDTH == 16
-    for (int s = first; s < first + steps; s++)
-        sum = __builtin_ia32_vpdpbusd512(sum, (vub)codes[s], (vb)vi_all(packed[s]));
+    TP_UNROLL for (int s = first; s < first + steps; s++)
+        TP_UNROLL for (int r = 0; r < rows; r++) {
+            sums[r] = __builtin_ia32_vpdpbusd512(sums[r], (vub)codes[s], (vb)vi_all(packed[r * 8 + s]));
+            TP_KEEP_ORDER(sums[r]);
+        }
 #elif TP_BITS == 8
-    for (int s = first; s < first + steps; s++) {
-        vb q = codes[s] ^ (vb)vi_all((int32_t)0x80808080);
-        vh pairs = (vh)__builtin_ia32_pmaddubsw256(__builtin_elementwise_abs(q), __builtin_ia32_psignb256((vb)vi_all(packed[s]), q));
-        sum += (vi)__builtin_ia32_pmaddwd256(pairs, (vh){ 0 } + 1);
+    TP_UNROLL for (int s = first; s < first + steps; s++) {
+        vb q = codes[s] ^ (vb)vi_all((int32_t)0x80808080), magnitude = __builtin_elementwise_abs(q);
+        TP_UNROLL for (int r = 0; r < rows; r++) {
+            vh pairs = (vh)__builtin_ia32_pmaddubsw256(magnitude, __builtin_ia32_psignb256((vb)vi_all(packed[r * 8 + s]), q));
+            sums[r] += (vi)__builtin_ia32_pmaddwd256(pairs, (vh){ 0 } + 1);
+        }
     }
 #else
     /* as many steps as fit 16 bits: codes * 127 * 2 * steps <= 32767 */
     enum { fit = TP_BITS <= 4 ? 8 : TP_BITS == 5 ? 4 : 2 };
-    for (int s = first; s < first + steps; s += fit) {
-        vh pairs = { 0 };
-        for (int i = s; i < s + fit && i < first + steps; i++)
-            pairs += (vh)__builtin_ia32_pmaddubsw256(codes[i], (vb)vi_all(packed[i]));
-        sum += (vi)__builtin_ia32_pmaddwd256(pairs, (vh){ 0 } + 1);
+    TP_UNROLL for (int s = first; s < first + steps; s += fit) {
+        vh pairs[TP_ROWS];
+        TP_UNROLL for (int r = 0; r < rows; r++) pairs[r] = (vh){ 0 };
+        TP_UNROLL for (int i = s; i < s + fit && i < first + steps; i++)
+            TP_UNROLL for (int r = 0; r < rows; r++) {
+                pairs[r] += (vh)__builtin_ia32_pmaddubsw256(codes[i], (vb)vi_all(packed[r * 8 + i]));
+                TP_KEEP_ORDER(pairs[r]);
+            }
+        TP_UNROLL for (int r = 0; r < rows; r++) sums[r] += (vi)__builtin_ia32_pmaddwd256(pairs[r], (vh){ 0 } + 1);
     }
 #endif
-    return sum;
 }
 
-/* sum + one group of 32 elements of one row of activations. */
-TP_INLINE vf multiply_group(vf sum, const tile16_group *w, const int8_t *x, float scale, const side *at) {
-    vf product = { 0 };
-    for (int h = 0; h < TP_HALVES; h++) {
-        vi start = TP_CORRECTED ? vi_all(at[h].zero) : (vi){ 0 };
-        vf exact = vf_from_int(dot(start, w->codes, x, h * (8 / TP_HALVES), 8 / TP_HALVES));
-        product = h ? vf_fma(exact, w->scale[h], product) : exact * w->scale[h];
+/* product[r] = the weight-scaled products of one group of 32 elements with row r, before the activation's scale. */
+TP_INLINE void products(vf *product, int rows, const tile16_group *w, const int8_t *x, const side *at) {
+    TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
+        vi exact[TP_ROWS];
+        TP_UNROLL for (int r = 0; r < rows; r++) exact[r] = TP_CORRECTED ? vi_all(at[r * TP_HALVES + h].zero) : (vi){ 0 };
+        dot(exact, rows, w->codes, x, h * (8 / TP_HALVES), 8 / TP_HALVES);
+        TP_UNROLL for (int r = 0; r < rows; r++) {
+            vf part = vf_from_int(exact[r]);
+            product[r] = h ? vf_fma(part, w->scale[h], product[r]) : part * w->scale[h];
+        }
     }
+}
+
+/* sum + one group of 32 elements with one row of activations. */
+TP_INLINE vf add_product(vf sum, vf product, const tile16_group *w, float scale, const side *at) {
     sum = vf_fma(product, vf_all(scale), sum);
 #if TP_MIN
-    for (int h = 0; h < TP_HALVES; h++) sum = vf_fma(w->min[h], vf_all(at[h].minimum), sum);
+    TP_UNROLL for (int h = 0; h < TP_HALVES; h++) sum = vf_fma(w->min[h], vf_all(at[h].minimum), sum);
+#else
+    (void)w, (void)at;
 #endif
     return sum;
 }
@@ -96,27 +117,37 @@ TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, floa
             for (int u = 0; u < TP_UNITS; u++) {
                 tile16_group group;
                 tile16_decode(w, i, u, &group);
-                sum[u] = multiply_group(sum[u], &group, x->codes + g * x->cap * 32, x->scale[g * x->cap], x->side + g * TP_HALVES);
+                vf product;
+                products(&product, 1, &group, x->codes + g * x->cap * 32, x->side + g * TP_HALVES);
+                sum[u] = add_product(sum[u], product, &group, x->scale[g * x->cap], x->side + g * TP_HALVES);
             }
         }
     }
     for (int u = 0; u < TP_UNITS; u++) vf_store(sums + u * TP_WIDTH, sum[u]);
 }
 
-/* Several rows of activations and one unit of `tiles` tiles: codes stay in registers while the rows pass. */
-TP_INLINE void multiply_rows(const uint8_t *const *w, int tiles, int unit, int64_t groups, const operand *x, float *const *sums) {
+/* Rows t .. t + rows of one group against one unit of a tile, in memory. */
+TP_INLINE void add_group(float *sums, int t, int rows, const tile16_group *w, const int8_t *x, const float *scale, const side *at) {
+    vf product[TP_ROWS];
+    products(product, rows, w, x + t * 32, at + t * TP_HALVES);
+    TP_UNROLL for (int r = t; r < t + rows; r++) {
+        float *sum = sums + r * TP_TILE;
+        vf_store(sum, add_product(vf_load(sum), product[r - t], w, scale[r], at + r * TP_HALVES));
+    }
+}
+
+/* Several rows of activations and one unit of a tile: codes stay in registers while the rows pass. */
+TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const operand *x, float *sums) {
+    const int8_t *codes = x->codes;
+    const float *scale = x->scale;
+    const side *at = x->side;
     for (int64_t g = 0; g < groups; g++) {
-        tile16_group group[2];
-        for (int n = 0; n < tiles; n++)
-            tile16_decode(w[n] + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), unit, &group[n]);
-        const int8_t *codes = x->codes + g * x->cap * 32;
-        const float *scale = x->scale + g * x->cap;
-        const side *at = x->side + g * x->rows * TP_HALVES;
-        for (int t = 0; t < x->rows; t++)
-            for (int n = 0; n < tiles; n++) {
-                float *p = sums[n] + t * TP_TILE + unit * TP_WIDTH;
-                vf_store(p, multiply_group(vf_load(p), &group[n], codes + t * 32, scale[t], at + t * TP_HALVES));
-            }
+        tile16_group group;
+        tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), unit, &group);
+        int t = 0;
+        for (; t + TP_ROWS <= x->rows; t += TP_ROWS) add_group(sums, t, TP_ROWS, &group, codes, scale, at);
+        for (; t < x->rows; t++) add_group(sums, t, 1, &group, codes, scale, at);
+        codes += x->cap * 32, scale += x->cap, at += x->rows * TP_HALVES;
     }
 }
 
@@ -124,18 +155,10 @@ TP_INLINE void multiply_rows(const uint8_t *const *w, int tiles, int unit, int64
 TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
     int64_t groups = (k1 - k0) / 32, skip = TP_TILE_BYTES(k0);
     int64_t stride = (int64_t)x->rows * TP_TILE;
-    int n = 0;
-    if (x->rows == 1) {
-        for (; n < tiles; n++) multiply_one(w[n] + skip, groups, x, sums + n * stride);
-        return;
+    for (int n = 0; n < tiles; n++, sums += stride) {
+        if (x->rows == 1) multiply_one(w[n] + skip, groups, x, sums);
+        else
+            for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n] + skip, u, groups, x, sums + u * TP_WIDTH);
     }
-#if TP_WIDTH == 16
-    for (; n + 2 <= tiles; n += 2)
-        multiply_rows((const uint8_t *[]){ w[n] + skip, w[n + 1] + skip }, 2, 0, groups, x,
-                      (float *[]){ sums + n * stride, sums + (n + 1) * stride });
-#endif
-    for (; n < tiles; n++)
-        for (int u = 0; u < TP_UNITS; u++)
-            multiply_rows((const uint8_t *[]){ w[n] + skip }, 1, u, groups, x, (float *[]){ sums + n * stride });
 }
 #endif

@@ -15,6 +15,7 @@
 #define TP_FN static
 #endif
 #define TP_INLINE TP_FN inline __attribute__((always_inline))
+#define TP_UNROLL _Pragma("clang loop unroll(full)") /* arrays of vectors are registers only without a loop */
 
 typedef float vf __attribute__((vector_size(4 * TP_WIDTH)));
 typedef int32_t vi __attribute__((vector_size(4 * TP_WIDTH)));
@@ -29,7 +30,7 @@ typedef uint16_t vu16_memory __attribute__((vector_size(2 * TP_WIDTH), aligned(2
 typedef int8_t vi8_memory __attribute__((vector_size(TP_WIDTH), aligned(1), may_alias));
 typedef uint8_t vu8_memory __attribute__((vector_size(TP_WIDTH), aligned(1), may_alias));
 
-TP_INLINE vf vf_all(float x) { return (vf){ 0 } + x; }
+TP_INLINE vf vf_all(float x) { return x - (vf){ 0 }; } /* - 0 is folded away, + 0 is not: it changes -0 */
 TP_INLINE vi vi_all(int32_t x) { return (vi){ 0 } + x; }
 TP_INLINE vf vf_load(const float *p) { return *(const vf_memory *)p; }
 TP_INLINE void vf_store(float *p, vf x) { *(vf_memory *)p = x; }

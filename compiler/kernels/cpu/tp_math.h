@@ -34,15 +34,16 @@ TP_INLINE __m256i tp_mask8(int n) {
 #define TP_EXP_HIGH 88.37626f
 
 /* exp, relative error below 2e-7; 0 below TP_EXP_LOW, clamped at TP_EXP_HIGH, NaN stays NaN. 2^n times a polynomial
- * of degree 6 in r = x - n ln 2, |r| <= ln 2 / 2. */
+ * of degree 7 in r = x - n ln 2, |r| <= ln 2 / 2. */
 TP_INLINE __m256 tp_exp8(__m256 x) {
     const __m256 low = _mm256_set1_ps(TP_EXP_LOW);
     const __m256 zero = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
     const __m256 t = _mm256_max_ps(low, _mm256_min_ps(_mm256_set1_ps(TP_EXP_HIGH), x));
     const __m256 n = _mm256_round_ps(_mm256_mul_ps(t, _mm256_set1_ps(1.44269504f)), 8);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693145752f), t);
-    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860677e-6f), r);
-    __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(1.0f / 720), r, _mm256_set1_ps(1.0f / 120));
+    r = _mm256_fnmadd_ps(n, _mm256_set1_ps(1.42860682e-6f), r);
+    __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(1.0f / 5040), r, _mm256_set1_ps(1.0f / 720));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 120));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 24));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.0f / 6));
     p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(0.5f));
@@ -76,8 +77,9 @@ TP_INLINE __m512 tp_exp16(__m512 x) {
     const __m512 t = _mm512_max_ps(low, _mm512_min_ps(_mm512_set1_ps(TP_EXP_HIGH), x));
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(t, _mm512_set1_ps(1.44269504f)), 8);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), t);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.0f / 720), r, _mm512_set1_ps(1.0f / 120));
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682e-6f), r);
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.0f / 5040), r, _mm512_set1_ps(1.0f / 720));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));

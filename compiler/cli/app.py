@@ -1,0 +1,181 @@
+"""The commands and their options; each imports what it needs when it runs, so that help and errors are quick."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# ruff: noqa: PLC0415 - imports stand inside the commands, see above
+
+_app = typer.Typer(
+    name="tapeout",
+    help="Compile language models ahead of time: a spec in, one self-contained artifact out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file (YAML).")]
+Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="An artifact folder or a plan.json.")]
+_PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def command() -> Callable[..., Any]:
+    """The command line as a callable."""
+    return typer.main.get_command(_app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"tapeout {version('tapeout')}")
+        raise typer.Exit
+
+
+@_app.callback()
+def _root(  # pyright: ignore[reportUnusedFunction]
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@_app.command("compile")
+def compile_(
+    spec: SpecPath,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="DIR", help="Artifact folder; artifacts/SPEC if left out.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value of the spec; repeatable.")
+    ] = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Write plan.json and stop before the weights.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, metavar="N", help="Workers; all cores if left out.")
+    ] = None,
+    cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse results of earlier compiles.")] = True,
+) -> None:
+    """Compile SPEC into an artifact."""
+    from tapeout.compiler.cli.progress import terminal_progress
+    from tapeout.compiler.driver import compile_spec
+    from tapeout.compiler.spec import load_spec
+    from tapeout.compiler.views import print_summary
+
+    loaded = load_spec(spec, overrides or [])
+    folder = output or Path("artifacts") / spec.stem
+    with terminal_progress() as progress:
+        plan = compile_spec(loaded, folder, plan_only=plan_only, force=force, jobs=jobs, cache=cache, progress=progress)
+    print_summary(plan)
+    print(f"\nwrote {folder}")
+
+
+@_app.command()
+def inspect(
+    artifact: Annotated[
+        Path | None, typer.Argument(metavar="ARTIFACT", help="An artifact folder or a plan.json.")
+    ] = None,
+    weight: Annotated[
+        str | None, typer.Option("--weight", metavar="NAME", help="Show where this weight's bytes come from (a glob).")
+    ] = None,
+    pipeline: Annotated[bool, typer.Option("--pipeline", help="Draw the graph of passes.")] = False,
+) -> None:
+    """Show a plan as tables: memory, formats, kernels, launch lists."""
+    from tapeout.compiler.views import load_plan, print_plan, print_weights
+
+    if pipeline:
+        from tapeout.passes import PIPELINE
+
+        print(PIPELINE.draw())
+    elif artifact is None:
+        raise typer.BadParameter("needed unless --pipeline is given", param_hint="ARTIFACT")
+    elif weight is not None:
+        print_weights(load_plan(artifact), weight)
+    else:
+        print_plan(load_plan(artifact))
+
+
+@_app.command()
+def explain(
+    artifact: Artifact,
+    subject: Annotated[
+        str | None, typer.Argument(metavar="[SUBJECT]", help="Only decisions about this (a glob or part of a name).")
+    ] = None,
+) -> None:
+    """Print the decisions in a plan, the alternatives they rejected, and the evidence."""
+    from tapeout.compiler.views import load_plan, print_decisions
+
+    print_decisions(load_plan(artifact), subject)
+
+
+@_app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A", help="An artifact folder or a plan.json.")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the plans differ.")] = False,
+) -> None:
+    """Print what changed between two plans and what it costs; nothing when they are equal."""
+    from tapeout.compiler.diff import compare, render
+    from tapeout.compiler.views import load_plan
+
+    changes = compare(load_plan(before), load_plan(after))
+    if as_json:
+        print(json.dumps({"equal": not changes, "changes": [change.to_json() for change in changes]}, indent=2))
+    elif changes:
+        print(render(changes))
+    if changes and exit_code:
+        raise typer.Exit(1)
+
+
+@_app.command()
+def verify(
+    artifact: Artifact,
+    source: Annotated[
+        str | None, typer.Option("--source", help="The checkpoint, where the plan's own source is not at hand.")
+    ] = None,
+    positions: Annotated[int, typer.Option("--positions", min=1, help="Positions to compare.")] = 512,
+) -> None:
+    """Compare an artifact with an independent reference, per op and at the logits."""
+    from tapeout.compiler.cli.progress import terminal_progress
+    from tapeout.compiler.verify import verify_artifact
+
+    with terminal_progress() as progress:
+        report = verify_artifact(artifact, source=source, positions=positions, progress=progress)
+    print(report.text())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@_app.command(context_settings=_PASS_ON)
+def run(context: typer.Context) -> None:
+    """Generate text from an artifact (the same as python -m tapeout.runtime)."""
+    from tapeout.runtime.cli import main
+
+    raise typer.Exit(main(["run", *context.args]))
+
+
+@_app.command(context_settings=_PASS_ON)
+def bench(context: typer.Context) -> None:
+    """Measure an artifact's prefill and decode speed."""
+    from tapeout.runtime.cli import main
+
+    raise typer.Exit(main(["bench", *context.args]))
+
+
+@_app.command()
+def schema() -> None:
+    """Print the JSON Schema of specs, for editors."""
+    from tapeout.compiler.spec import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

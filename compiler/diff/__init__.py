@@ -1,0 +1,43 @@
+"""What changed between two plans, and what it costs. Reads plan.json alone."""
+
+from __future__ import annotations
+
+from tapeout.compiler.diff.changes import Change, render
+from tapeout.compiler.diff.decisions import compare_decisions
+from tapeout.compiler.diff.graphs import compare_graphs, compare_kernels
+from tapeout.compiler.diff.memory import compare_memory
+from tapeout.compiler.diff.values import compare_values
+from tapeout.compiler.diff.weights import compare_recipes, compare_weights
+from tapeout.compiler.views.plan_file import Plan
+
+__all__ = ["Change", "compare", "render"]
+
+_SPECIAL = {"weights", "kernels", "memory", "graphs", "decisions", "quantization", "format_version", "tapeout_version"}
+_FIRST = ("spec", "model", "checkpoint")
+
+
+def compare(before: Plan, after: Plan) -> list[Change]:
+    """All changes, section by section; empty exactly when the plans are equal."""
+    if before == after:
+        return []
+    sections = dict.fromkeys([*_FIRST, *before, *after])
+    plain = [name for name in sections if name not in _SPECIAL]
+    versions = ("format_version", "tapeout_version")
+    changes = compare_values("version", *({name: plan.get(name) for name in versions} for plan in (before, after)))
+    for name in (name for name in plain if name in _FIRST):
+        changes += compare_values(name, before.get(name), after.get(name))
+    changes += compare_weights(before, after)
+    changes += compare_recipes(before, after)
+    changes += compare_kernels(before, after)
+    changes += compare_memory(before, after)
+    changes += compare_graphs(before, after)
+    for name in (name for name in plain if name not in _FIRST):
+        changes += compare_values(name, before.get(name), after.get(name))
+    changes += compare_decisions(before, after)
+    return changes or [_unnamed(before, after)]
+
+
+def _unnamed(before: Plan, after: Plan) -> Change:
+    """The plans differ where no comparison looks; still never silent."""
+    differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    return Change("other", ", ".join(differing), effect="differs in details that have no effect on what is run")

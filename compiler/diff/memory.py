@@ -1,0 +1,59 @@
+"""Comparing memory: components, the KV pool's shape, and the arena's buffers."""
+
+from __future__ import annotations
+
+from tapeout.compiler.diff.changes import Change
+from tapeout.compiler.diff.values import compare_values
+from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.text import change_of_size, size
+
+_SHOWN_BUFFERS = 4
+_SIZES = ("weights", "kv_pool", "arena", "scratch", "total", "capacity")
+
+
+def compare_memory(before: Plan, after: Plan) -> list[Change]:
+    """Each component with how much it moved."""
+    old, new = before["memory"], after["memory"]
+    changes = _sizes(old, new)
+    changes += compare_values("memory", _without_sizes(old), _without_sizes(new))
+    return changes + _buffers(old.get("buffers", []), new.get("buffers", []))
+
+
+def _without_sizes(memory: Plan) -> Plan:
+    return {key: value for key, value in memory.items() if key not in _SIZES and key != "buffers"}
+
+
+def _sizes(old: Plan, new: Plan) -> list[Change]:
+    return [
+        Change("memory", key, size(old[key]), size(new[key]), change_of_size(old[key], new[key]))
+        for key in _SIZES
+        if old[key] != new[key]
+    ]
+
+
+def _buffers(old: list[Plan], new: list[Plan]) -> list[Change]:
+    """Buffers of launch lists that both plans have; a new list's own buffers come with the list."""
+    both = {buffer["graph"] for buffer in old} & {buffer["graph"] for buffer in new}
+    was = {(buffer["graph"], buffer["name"]): buffer for buffer in old if buffer["graph"] in both}
+    now = {(buffer["graph"], buffer["name"]): buffer for buffer in new if buffer["graph"] in both}
+    kept = [key for key in was if key in now]
+    resized = [key for key in kept if was[key]["bytes"] != now[key]["bytes"]]
+    moved = [key for key in kept if was[key]["offset"] != now[key]["offset"]]
+    lives = [key for key in kept if _life(was[key]) != _life(now[key])]
+    counts = (
+        ("buffers added", [key for key in now if key not in was]),
+        ("buffers removed", [key for key in was if key not in now]),
+        ("buffers resized", resized),
+        ("buffers moved", moved),
+        ("buffers with another lifetime", lives),
+    )
+    return [Change("memory", label, effect=_listed(keys)) for label, keys in counts if keys]
+
+
+def _life(buffer: Plan) -> tuple[int, int]:
+    return buffer["first"], buffer["last"]
+
+
+def _listed(keys: list[tuple[str, str]]) -> str:
+    shown = ", ".join(f"{name} in {graph}" for graph, name in keys[:_SHOWN_BUFFERS])
+    return f"{len(keys)}: {shown}{', ...' if len(keys) > _SHOWN_BUFFERS else ''}"

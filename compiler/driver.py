@@ -1,0 +1,128 @@
+"""`tapeout compile`: resolve the source, run the passes, emit kernels and weights, seal the artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tapeout.compiler.artifact import ArtifactWriter
+from tapeout.compiler.cache import WeightCache
+from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
+from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.compiler.devices import Device, load_device
+from tapeout.compiler.emit.native import load_native
+from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
+from tapeout.compiler.environment import Environment
+from tapeout.compiler.kernels.toolchain import Unit, build_libraries
+from tapeout.compiler.pipeline import Memo, Results
+from tapeout.compiler.plan import Json, add_errors, build_plan, canonical
+from tapeout.compiler.progress import Progress, SilentProgress, Task
+from tapeout.compiler.spec import Spec, require_one_device
+from tapeout.compiler.stages import MemoryPlan, SelectedModel
+from tapeout.compiler.tokenizers import TokenizerFiles, build_tokenizer
+from tapeout.passes import PIPELINE
+from tapeout.runtime.errors import TapeoutError
+
+WEIGHTS = "weights/rank0.safetensors"
+ENGINE = (Unit("engine.c"), Unit("sample.c"))
+KERNEL_BYTES = 1 << 20  # more than any kernel library takes, for the check of free space
+
+
+def compile_spec(
+    spec: Spec,
+    output: Path,
+    *,
+    base: Path | None = None,
+    plan_only: bool = False,
+    force: bool = False,
+    jobs: int | None = None,
+    cache: bool = True,
+    memo: Memo | None = None,
+    progress: Progress | None = None,
+) -> Json:
+    """Compile a spec to ``output`` and return the plan; the same input gives the same bytes.
+
+    ``base`` is the folder that a relative ``model.source`` starts from. ``plan_only`` writes plan.json alone. ``memo``
+    keeps stages between compiles of one process. Raises TapeoutError in one sentence; an artifact that was there stays.
+    """
+    progress = progress or SilentProgress()
+    require_one_device(spec.topology)
+    device = load_device(spec.topology.device)
+    checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))
+    results = run_passes(spec, device, checkpoint, memo, progress)
+    tokenizer = build_tokenizer(checkpoint)
+    plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
+    if plan_only:
+        _write_plan(output, plan, force)
+        return plan
+    memory = results.get(MemoryPlan)
+    needed = memory.weights + sum(map(len, tokenizer.files.values())) + KERNEL_BYTES * len(device.targets)
+    with ArtifactWriter(output, force=force, needed_bytes=needed) as writer:
+        _add_kernels(writer, results.get(SelectedModel), device, progress)
+        _add_tokenizer(writer, tokenizer)
+        weight_cache = WeightCache(Environment.read().cache / "weights") if cache else None
+        report = _add_weights(writer, results, checkpoint, jobs, weight_cache, progress)
+        plan = add_errors(plan, report.errors)
+        writer.add("plan.json", canonical(plan))
+        final = writer.seal(device.targets)
+    if weight_cache is not None:
+        weight_cache.record(final / WEIGHTS, report.chunk_bytes, report.sha256, report.spans)
+    return plan
+
+
+def run_passes(spec: Spec, device: Device, checkpoint: Checkpoint, memo: Memo | None, progress: Progress) -> Results:
+    """The pipeline over a spec's sections and an opened checkpoint."""
+    with progress.task("planning", len(PIPELINE.passes)) as task:
+        inputs = (spec.model, spec.quantization, spec.topology, spec.serving, device, checkpoint)
+        return PIPELINE.run(*inputs, memo=memo, callback=lambda name, reused: task.advance(1))
+
+
+def _write_plan(output: Path, plan: Json, force: bool) -> None:
+    target = output if output.suffix == ".json" else output / "plan.json"
+    if target.exists() and not force:
+        raise TapeoutError(f"{target}: exists already; choose another place or pass --force")
+    if (target.parent / "manifest.json").exists():
+        raise TapeoutError(f"{target.parent}: is a whole artifact, whose plan is not replaced; choose another folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(canonical(plan))
+
+
+def _stepper(task: Task) -> Callable[[int, int], None]:
+    """Turns calls of (done, total) into advances."""
+    last = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        del total
+        task.advance(done - last)
+        last = done
+
+    return report
+
+
+def _add_kernels(writer: ArtifactWriter, selected: SelectedModel, device: Device, progress: Progress) -> None:
+    units = list(dict.fromkeys([*ENGINE, *(Unit(kernel.source, kernel.defines) for kernel in selected.kernels)]))
+    names = [kernel.name for kernel in selected.kernels]
+    with progress.task("kernels", (len(units) + 2) * len(device.targets)) as task:
+        libraries = build_libraries(units, names, device.targets, Environment.read().cache / "kernels", _stepper(task))
+    for target, data in libraries.items():
+        writer.add(f"kernels/cpu-{target}.so", data)
+
+
+def _add_tokenizer(writer: ArtifactWriter, tokenizer: TokenizerFiles) -> None:
+    for name, data in tokenizer.files.items():
+        writer.add(name, data)
+
+
+def _add_weights(writer: ArtifactWriter, results: Results, checkpoint: Checkpoint, jobs: int | None,
+                 cache: WeightCache | None, progress: Progress) -> EmissionReport:  # fmt: skip
+    memory, selected = results.get(MemoryPlan), results.get(SelectedModel)
+    recipes = {weight.name: weight.recipe for weight in selected.weights}
+    entries = [WeightEntry(place.name, recipes[place.name], place.offset, place.nbytes) for place in memory.places]
+    native = load_native(Environment.read().cache / "emit")
+    with progress.task("weights", memory.weights, unit="B") as task:
+        report = emit_weights(
+            entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=_stepper(task)
+        )
+    writer.add_weights(WEIGHTS, report)
+    return report

@@ -1,0 +1,44 @@
+/* One group of 32 activations to int8 ("x8", see tapeout_cpu.h). */
+#ifndef TP_QUANTIZE_H
+#define TP_QUANTIZE_H
+#include "tapeout_cpu.h"
+#include "tp_math.h"
+
+TP_INLINE int32_t tp_sum_epi32(__m256i x) {
+    __m128i a = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1)));
+}
+
+/* scale = max|x| / 127, code = x * (127 / max) rounded to nearest, ties to even. A NaN or an infinity makes the scale
+ * NaN, and so all that the group contributes to. The maximum is taken over bit patterns, where NaN is largest. */
+TP_INLINE void tp_quantize32(const __m256 x[4], int8_t *codes, float *scale, int32_t *sums) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i m = _mm256_and_si256(_mm256_castps_si256(x[0]), magnitude);
+    for (int j = 1; j < 4; j++) m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(x[j]), magnitude));
+    __m128i a = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    a = _mm_max_epi32(a, _mm_shuffle_epi32(a, 0x4e));
+    a = _mm_max_epi32(a, _mm_shuffle_epi32(a, 0xb1));
+    const float max = _mm_cvtss_f32(_mm_castsi128_ps(a));
+    const int usable = max > 1e-35f && max <= 3.4028235e38f; /* 127 / max and x * that are finite */
+    *scale = max - max == 0 ? max / 127.0f : max - max;
+    const __m256 inverse = _mm256_set1_ps(usable ? 127.0f / max : 0.0f);
+    __m256i q[4];
+    for (int j = 0; j < 4; j++) q[j] = _mm256_cvtps_epi32(_mm256_mul_ps(x[j], inverse));
+    if (!usable)
+        for (int j = 0; j < 4; j++) q[j] = _mm256_setzero_si256();
+    sums[0] = tp_sum_epi32(_mm256_add_epi32(q[0], q[1]));
+    sums[1] = tp_sum_epi32(_mm256_add_epi32(q[2], q[3]));
+    const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(packed, order));
+}
+
+/* Where group g of row t of an x8 buffer lies. */
+TP_INLINE void tp_store_x8(void *y, int64_t groups, int64_t cap, int64_t g, int64_t t, const __m256 x[4]) {
+    char *base = y;
+    tp_quantize32(x, (int8_t *)base + (g * cap + t) * 32, (float *)(base + groups * cap * 32) + g * cap + t,
+                  (int32_t *)(base + groups * cap * 36) + (g * cap + t) * 2);
+}
+
+#endif

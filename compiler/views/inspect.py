@@ -1,0 +1,124 @@
+"""``inspect``: a plan as tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+from rich.console import Console
+
+from tapeout.compiler.views.launches import graph_tables
+from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.tables import console, heading, table
+from tapeout.compiler.views.text import size
+
+_BAR = 40
+_SHOWN = 4
+
+
+def print_summary(plan: Plan, out: Console | None = None) -> None:
+    """Model, memory and formats: what a compile prints."""
+    out = out or console()
+    out.print(table(("", ""), _model_rows(plan)))
+    _section(out, "Memory", table(("", "", "", ""), _memory_rows(plan), right=(1, 2)))
+    columns = ("format", "weights", "parameters", "bytes", "bits/weight", "share")
+    _section(out, "Formats", table(columns, _format_rows(plan), right=range(1, 6)))
+
+
+def print_plan(plan: Plan, out: Console | None = None) -> None:
+    """The whole plan as tables."""
+    out = out or console()
+    print_summary(plan, out)
+    _section(out, f"Kernels for {', '.join(plan['kernels']['targets'])}", _kernel_table(plan))
+    for title, body in graph_tables(plan):
+        _section(out, title, body)
+    out.print()
+    out.print(f"{len(plan['decisions'])} decisions; tapeout explain prints them.", style="dim")
+
+
+def _section(out: Console, title: str, body: Any) -> None:
+    out.print()
+    out.print(heading(title))
+    if body is not None:
+        out.print(body)
+
+
+def _model_rows(plan: Plan) -> list[tuple[str, str]]:
+    model, spec = plan["model"], plan["spec"]
+    serving, memory = spec["serving"], plan["memory"]
+    kv = memory["kv"]
+    context = serving.get("max_context") or kv["pages"] * kv["page_tokens"] // serving["max_sequences"]
+    rows = [
+        ("model", f"{model['name']} ({model['family']})"),
+        ("parameters", f"{model['parameters']:,}, vocabulary of {model['vocab_size']:,}"),
+        ("source", spec["model"]["source"]),
+        ("device", f"{spec['topology']['count']} × {spec['topology']['device']}"),
+        ("context", f"{context:,} tokens, {serving['max_sequences']} at a time"),
+        ("KV pages", _kv_line(kv)),
+    ]
+    if "checkpoint" in plan:
+        rows.insert(3, ("checkpoint", _checkpoint_line(plan["checkpoint"])))
+    return rows
+
+
+def _checkpoint_line(checkpoint: Plan) -> str:
+    line = f"{checkpoint['container']}, {checkpoint['consumed']} of {checkpoint['tensors']} tensors used"
+    ignored = [entry["tensor"] for entry in checkpoint.get("ignored", [])]
+    if not ignored:
+        return line
+    shown = ", ".join(ignored[:_SHOWN]) + (", ..." if len(ignored) > _SHOWN else "")
+    return f"{line}, {len(ignored)} ignored: {shown}"
+
+
+def _kv_line(kv: Plan) -> str:
+    return f"{kv['pages']} of {kv['page_tokens']} tokens in {kv['dtype']}, {kv['bytes_per_token']:,} bytes a token"
+
+
+def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    memory = plan["memory"]
+    total, capacity = memory["total"], memory["capacity"]
+    parts = [(name.replace("_", " "), memory[name]) for name in ("weights", "kv_pool", "arena", "scratch")]
+    rows = [(name, size(count), f"{count:,} B", _bar(count, total)) for name, count in parts]
+    percent = f"{total / capacity:.1%} of {size(capacity)}".replace("%", " %") if capacity else ""
+    return [*rows, ("total", size(total), f"{total:,} B", percent)]
+
+
+def _bar(part: int, whole: int) -> str:
+    eighths = round(8 * _BAR * part / whole) if whole else 0
+    if part and not eighths:
+        eighths = 1
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
+
+
+def _format_rows(plan: Plan) -> list[tuple[str, ...]]:
+    count: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for weight in plan["weights"]:
+        name = weight["format"] if len(weight["shape"]) > 1 else f"{weight['format']} (vectors)"
+        count[name] += 1
+        elements[name] += prod(weight["shape"])
+        stored[name] += weight["bytes"]
+    total = stored.total() or 1
+    rows = [
+        (name, str(count[name]), f"{elements[name]:,}", size(n), f"{8 * n / elements[name]:.2f}", f"{n / total:.1%}")
+        for name, n in sorted(stored.items(), key=lambda item: (-item[1], item[0]))
+    ]
+    if len(rows) > 1:
+        bits = f"{8 * stored.total() / elements.total():.2f}"
+        rows.append(("all", str(count.total()), f"{elements.total():,}", size(stored.total()), bits, ""))
+    return rows
+
+
+def _kernel_table(plan: Plan) -> Any:
+    phases = sorted({graph["phase"] for graph in plan["graphs"]}, key=["prefill", "decode", "head"].index)
+    uses: dict[str, Counter[str]] = {}
+    for phase in phases:
+        graph = next(graph for graph in plan["graphs"] if graph["phase"] == phase)
+        uses[phase] = Counter(launch["kernel"] for launch in graph["launches"])
+    rows = [
+        (kernel["name"], *(str(uses[phase][kernel["name"]] or "") for phase in phases), ", ".join(kernel["params"]))
+        for kernel in plan["kernels"]["table"]
+    ]
+    return table(("kernel", *phases, "parameters"), rows, right=range(1, len(phases) + 1))

@@ -1,0 +1,35 @@
+"""Reading a plan from an artifact folder or a plan.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tapeout.compiler.guards import is_mapping
+from tapeout.runtime.errors import TapeoutError
+
+Plan = dict[str, Any]
+
+FORMAT_VERSION = 1
+_SECTIONS = ("spec", "model", "weights", "kernels", "memory", "graphs", "decisions")
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan of an artifact. Raises TapeoutError when there is none, it is not JSON, or it is of a newer format."""
+    file = path / "plan.json" if path.is_dir() else path
+    try:
+        plan: Any = json.loads(file.read_bytes())
+    except OSError as error:
+        raise TapeoutError(f"{file}: {error.strerror}; give an artifact folder or its plan.json") from error
+    except (ValueError, RecursionError) as error:
+        raise TapeoutError(f"{file}: not a plan: {error}") from error
+    if not is_mapping(plan) or "format_version" not in plan:
+        raise TapeoutError(f"{file}: not a plan: it has no format_version")
+    if plan["format_version"] != FORMAT_VERSION:
+        version = plan["format_version"]
+        raise TapeoutError(f"{file}: plan format {version}, but this version reads format {FORMAT_VERSION}")
+    missing = [name for name in _SECTIONS if name not in plan]
+    if missing:
+        raise TapeoutError(f"{file}: not a plan: sections are missing: {', '.join(missing)}")
+    return plan

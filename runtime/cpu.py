@@ -1,0 +1,232 @@
+"""The CPU backend: maps weights, allocates the arena and the KV pool once, and runs launch lists in native code."""
+
+from __future__ import annotations
+
+import ctypes as C
+import json
+import mmap
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tapeout.runtime.errors import TapeoutError
+
+ABI = 1
+_ARGS = 15
+_ERRORS = {1: "the logits hold NaN or infinite values", 2: "a launch names a kernel that the library does not hold"}
+
+
+class Launch(C.Structure):
+    """tp_launch of tapeout_cpu.h."""
+
+    _fields_ = (("kernel", C.c_int32), ("reserved", C.c_int32), ("arg", C.c_int64 * _ARGS))
+
+
+class Segment(C.Structure):
+    """tp_segment: consecutive rows of one sequence."""
+
+    _fields_ = (
+        ("row", C.c_int32),
+        ("rows", C.c_int32),
+        ("position", C.c_int32),
+        ("reserved", C.c_int32),
+        ("pages", C.POINTER(C.c_int32)),
+    )
+
+
+class StepStruct(C.Structure):
+    """tp_step: everything that varies from step to step."""
+
+    _fields_ = (
+        ("rows", C.c_int32),
+        ("segments", C.c_int32),
+        ("out_rows", C.c_int32),
+        ("reserved", C.c_int32),
+        ("tokens", C.POINTER(C.c_int32)),
+        ("positions", C.POINTER(C.c_int32)),
+        ("row_segment", C.POINTER(C.c_int32)),
+        ("segment", C.POINTER(Segment)),
+        ("out_row", C.POINTER(C.c_int32)),
+    )
+
+
+class Sampling(C.Structure):
+    """tp_sampling: how to choose a token, and the token chosen."""
+
+    _fields_ = (
+        ("temperature", C.c_float),
+        ("top_p", C.c_float),
+        ("top_k", C.c_int32),
+        ("want_logprob", C.c_int32),
+        ("seed", C.c_uint64),
+        ("position", C.c_uint64),
+        ("token", C.c_int32),
+        ("logprob", C.c_float),
+    )
+
+
+class Mapped:
+    """A piece of memory with a fixed address for the life of the process."""
+
+    def __init__(self, memory: mmap.mmap, *, writable: bool) -> None:
+        self.memory, self.nbytes = memory, len(memory)
+        kind = C.c_char * self.nbytes
+        if writable:
+            self._view: Any = kind.from_buffer(memory)
+            self.address = C.addressof(self._view)
+        else:
+            self._view = memoryview(memory)
+            self.address = _address_of(self._view)
+
+    def close(self) -> None:
+        """Unmap; addresses become invalid."""
+        if isinstance(self._view, memoryview):
+            self._view.release()
+        self._view = None
+        self.memory.close()
+
+
+def _address_of(view: memoryview) -> int:
+    """Address of a read-only buffer, which ctypes' from_buffer refuses."""
+
+    class Buffer(C.Structure):
+        _fields_ = (
+            ("buf", C.c_void_p), ("obj", C.py_object), ("len", C.c_ssize_t), ("itemsize", C.c_ssize_t),
+            ("readonly", C.c_int),
+            ("ndim", C.c_int), ("format", C.c_char_p), ("shape", C.c_void_p), ("strides", C.c_void_p),
+            ("suboffsets", C.c_void_p), ("internal", C.c_void_p),
+        )  # fmt: skip
+
+    buffer = Buffer()
+    C.pythonapi.PyObject_GetBuffer(C.py_object(view), C.byref(buffer), 0)
+    address = int(buffer.buf or 0)
+    C.pythonapi.PyBuffer_Release(C.byref(buffer))
+    return address
+
+
+class LaunchList:
+    """The native form of one launch list, with its plan entry kept for tracing."""
+
+    def __init__(self, entry: Mapping[str, Any], launches: C.Array[Launch]) -> None:
+        self.name: str = entry["name"]
+        self.phase: str = entry["phase"]
+        self.rows: int = entry["rows"]
+        self.plan: Sequence[Mapping[str, Any]] = entry["launches"]
+        self.launches = launches
+
+
+class CpuBackend:
+    """Owns all memory and the engine of one artifact."""
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any], library: Path, threads: int) -> None:
+        memory = plan["memory"]
+        self._library = _load_library(library, plan)
+        self.weights, self._weight_offset = _map_weights(folder / "weights" / "rank0.safetensors")
+        self.arena = Mapped(mmap.mmap(-1, max(memory["arena"], 4096)), writable=True)
+        self.kv = Mapped(mmap.mmap(-1, max(memory["kv_pool"], 4096)), writable=True)
+        places = {weight["name"]: weight["offset"] for weight in plan["weights"]}
+        self._bases = {"arena": self.arena.address, "kv": self.kv.address}
+        self._weights = {name: self.weights.address + self._weight_offset + offset for name, offset in places.items()}
+        table = plan["kernels"]["table"]
+        kernels = {kernel["name"]: (index, kernel["params"]) for index, kernel in enumerate(table)}
+        self.lists = [LaunchList(entry, self._bind(entry["launches"], kernels)) for entry in plan["graphs"]]
+        self.vocab: int = plan["model"]["vocab_size"]
+        engine = self._library.tp_open(threads)
+        if not engine:
+            raise TapeoutError(f"the engine could not start {threads} threads; ask for fewer")
+        self._engine: int | None = engine
+
+    def _bind(
+        self, launches: Sequence[Mapping[str, Any]], kernels: Mapping[str, tuple[int, list[str]]]
+    ) -> C.Array[Launch]:
+        """Resolve symbolic arguments to addresses."""
+        bound = (Launch * len(launches))()
+        for native, launch in zip(bound, launches, strict=True):
+            native.kernel, params = kernels[launch["kernel"]]
+            args = launch["args"]
+            for index, name in enumerate(params):
+                native.arg[index] = self._resolve(args[name])
+        return bound
+
+    def _resolve(self, arg: Any) -> int:
+        if isinstance(arg, list):
+            base, where = arg
+            return self._weights[where] if base == "weight" else self._bases[base] + where
+        return struct.unpack("<q", struct.pack("<d", arg))[0] if isinstance(arg, float) else arg
+
+    def address(self, arg: Any) -> int:
+        """The address a plan argument points at."""
+        return self._resolve(arg)
+
+    def run(
+        self, body: LaunchList | None, head: LaunchList | None, step: StepStruct, sampling: C.Array[Sampling] | None
+    ) -> None:
+        """One native call: body, head for the wanted rows, sampling. Raises TapeoutError when the numbers broke."""
+        code = self._library.tp_run(
+            self._engine,
+            body.launches if body else None,
+            len(body.launches) if body else 0,
+            head.launches if head else None,
+            len(head.launches) if head else 0,
+            C.byref(step),
+            C.c_void_p(self.logits_address(head)) if head else None,
+            self.vocab,
+            sampling,
+        )
+        if code:
+            raise TapeoutError(f"the step failed: {_ERRORS.get(code, f'engine error {code}')}")
+
+    def logits_address(self, head: LaunchList) -> int:
+        """Where the head list leaves its rows of logits."""
+        return self._resolve(head.plan[-1]["args"]["y"])
+
+    def run_one(self, launches: LaunchList, index: int, step: StepStruct) -> None:
+        """One launch of a list, for tracing."""
+        code = self._library.tp_run_one(self._engine, C.byref(launches.launches[index]), C.byref(step))
+        if code:
+            raise TapeoutError(f"launch {index} of {launches.name} failed: {_ERRORS.get(code, f'engine error {code}')}")
+
+    def close(self) -> None:
+        """End the threads and unmap everything."""
+        if self._engine:
+            self._library.tp_close(self._engine)
+            self._engine = None
+            for piece in (self.weights, self.arena, self.kv):
+                piece.close()
+
+
+def _load_library(path: Path, plan: Mapping[str, Any]) -> C.CDLL:
+    library = C.CDLL(str(path))
+    pointer, integer = C.c_void_p, C.c_int
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "tp_abi": (integer, []),
+        "tp_kernel_name": (C.c_char_p, [integer]),
+        "tp_open": (pointer, [integer]),
+        "tp_close": (None, [pointer]),
+        "tp_run": (integer, [pointer, pointer, integer, pointer, integer, pointer, pointer, integer, pointer]),
+        "tp_run_one": (integer, [pointer, pointer, pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    if library.tp_abi() != ABI:
+        raise TapeoutError(
+            f"{path.name} speaks kernel ABI {library.tp_abi()}, this runtime speaks {ABI}; compile the artifact again"
+        )
+    planned = [kernel["name"] for kernel in plan["kernels"]["table"]]
+    held = [library.tp_kernel_name(index) for index in range(len(planned))]
+    if planned != [name.decode() if name else None for name in held]:
+        raise TapeoutError(f"{path.name} does not hold the kernels that plan.json names; compile the artifact again")
+    return library
+
+
+def _map_weights(path: Path) -> tuple[Mapped, int]:
+    """Map a safetensors file read-only; returns the mapping and where its data section starts."""
+    with open(path, "rb") as file:
+        mapped = Mapped(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), writable=False)
+    (header,) = struct.unpack_from("<Q", mapped.memory, 0)
+    if 8 + header > mapped.nbytes:
+        raise TapeoutError(f"{path}: the header claims {header} bytes, but the file has {mapped.nbytes}")
+    json.loads(mapped.memory[8 : 8 + header])
+    return mapped, 8 + header

@@ -1,0 +1,108 @@
+"""One generation: a prompt, then tokens until something ends it, with the text of each as soon as it is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tapeout.runtime.errors import TapeoutError
+from tapeout.runtime.sequence import sampling_of
+from tapeout.runtime.text import StopStrings, StreamDecoder
+
+if TYPE_CHECKING:
+    from tapeout.runtime.model import Model
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token. ``text`` is what became certain with it; ``finish_reason`` is set on the last step only.
+
+    Reasons: ``eos`` (an end-of-sequence id; its text is not shown), ``stop`` (a stop string), ``length``
+    (max_tokens), ``context`` (the planned context is full).
+    """
+
+    token: int
+    text: str
+    finish_reason: str | None = None
+
+
+class Generation:
+    """An iterator over Steps. ``timings`` holds rates once the generation has ended or was left."""
+
+    def __init__(
+        self, model: Model, ids: list[int], max_tokens: int, options: Mapping[str, Any], stop: Sequence[str]
+    ) -> None:
+        model.check_prompt(ids)
+        if max_tokens < 1:
+            raise TapeoutError(f"max_tokens is {max_tokens}; it must be at least 1")
+        self._model, self._ids, self._max_tokens = model, ids, max_tokens
+        self._options = sampling_of(options)
+        self._stop, self._decoder = StopStrings(stop), StreamDecoder(model.tokenizer)
+        self._steps = self._run()
+        self.tokens: list[int] = []
+        self.timings: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+    def close(self) -> None:
+        """End early: give the sequence's memory back and fix the timings."""
+        self._steps.close()
+
+    def _run(self) -> Generator[Step, None, None]:
+        model, sequence = self._model, self._model.pool.open()
+        started = time.perf_counter()
+        first = started
+        try:
+            self._sample_at(len(self._ids))
+            token = model.prefill(sequence, self._ids, sampling=True)
+            first = time.perf_counter()
+            while token is not None:
+                self.tokens.append(token)
+                step = self._step(token, sequence.length)
+                yield step
+                if step.finish_reason:
+                    return
+                self._sample_at(sequence.length + 1)
+                token = model.decode([sequence], [token])[0]
+        finally:
+            model.pool.close(sequence)
+            self._time(started, first, time.perf_counter())
+
+    def _sample_at(self, position: int) -> None:
+        sampling = self._model.sampling[0]
+        for name, value in self._options.items():
+            setattr(sampling, name, value)
+        sampling.position = position
+
+    def _step(self, token: int, length: int) -> Step:
+        """Decide whether this token is the last, and which text is certain now."""
+        if token in self._model.eos_ids:
+            return Step(token, self._stop.push(self._decoder.flush()) + self._stop.flush(), "eos")
+        text = self._stop.push(self._decoder.push(token))
+        if self._stop.matched is not None:
+            return Step(token, text, "stop")
+        reason = (
+            "length"
+            if len(self.tokens) >= self._max_tokens
+            else "context"
+            if length >= self._model.max_context
+            else None
+        )
+        if reason:
+            text += self._stop.push(self._decoder.flush()) + self._stop.flush()
+        return Step(token, text, reason)
+
+    def _time(self, started: float, first: float, ended: float) -> None:
+        decoded = len(self.tokens) - 1
+        self.timings = {
+            "prefill_s": first - started,
+            "decode_s": ended - first,
+            "prefill_tok_s": len(self._ids) / max(first - started, 1e-9),
+            "decode_tok_s": decoded / (ended - first) if decoded > 0 else 0.0,
+        }

@@ -1,0 +1,42 @@
+"""What this machine can run: which kernel targets, on how many threads."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+from tapeout.runtime.errors import TapeoutError
+
+# Each target's CPU flags as Linux names them, the most capable first.
+_FLAGS = {
+    "x86_64_v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"),
+    "x86_64_v3": ("avx2", "fma", "f16c", "bmi2", "movbe"),
+}
+
+
+def host_targets() -> list[str]:
+    """Kernel targets that this CPU can run, best first; empty where none can."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    flags = _cpu_flags()
+    return [target for target, needed in _FLAGS.items() if flags.issuperset(needed)]
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("flags"):
+                    return set(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return set()
+
+
+def thread_count(asked: int | None) -> int:
+    """How many threads to run: the number asked for, else one for each CPU this process may use."""
+    if asked is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not 1 <= asked <= 1024:
+        raise TapeoutError(f"threads is {asked}; it must lie between 1 and 1024")
+    return asked
