@@ -114,7 +114,7 @@ class _Tables:
         nbytes = count * struct.calcsize(code)
         if not 0 <= offset <= offset + nbytes <= len(view):
             raise ValueError("a section lies outside the file")
-        return view[offset : offset + nbytes].cast(code)
+        return view[offset : offset + nbytes].cast("I" if code == "I" else "B")
 
     def __getitem__(self, name: str) -> memoryview:
         return self._sections[name]
@@ -136,7 +136,7 @@ class _TextIndex:
         for at in range(self._buckets[bucket], self._buckets[bucket + 1]):
             if self._hashes[at] == digest:
                 token = self._ids[at]
-                if self._text[self._offsets[token] : self._offsets[token + 1]] == key:
+                if bytes(self._text[self._offsets[token] : self._offsets[token + 1]]) == key:
                     return token
         return -1
 
@@ -256,7 +256,7 @@ class TableTokenizer:
 
     def _encode_text(self, text: str, ids: list[int], start: bool) -> None:
         if self._normalize is not None:
-            import unicodedata  # noqa: PLC0415  (few models normalize)
+            import unicodedata
 
             text = unicodedata.normalize(self._normalize, text)  # pyright: ignore[reportArgumentType]
         if not self._byte_level:
@@ -274,7 +274,7 @@ class TableTokenizer:
             ids += found
 
     def _split(self, text: str) -> list[str]:
-        """The words that merging never crosses. Patterns see classes of characters; each cuts the pieces of the last."""
+        """The words that merging never crosses; each pattern sees classes of characters and cuts what the last left."""
         plain = text.isascii() or not self._byte_level
         pieces = [text if plain else text.translate(self._classes)]
         for pattern in self._patterns:

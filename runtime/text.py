@@ -38,9 +38,9 @@ class StopStrings:
     """Watches streamed text for any of some strings; text that may begin one is held back until that is settled."""
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
-        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self._stops: tuple[str, ...] = tuple(dict.fromkeys(stop for stop in stops if stop))
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._held: str = ""
         self.matched: str | None = None
 
     @property

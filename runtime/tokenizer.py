@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -68,9 +69,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     generation = _generation(folder / GENERATION)
     bos, eos, add_bos = generation["bos_token_id"], frozenset(generation["eos_token_ids"]), generation["add_bos"]
     if (folder / TABLE).is_file():
-        from tapeout.runtime.bpe import TableTokenizer, map_table  # noqa: PLC0415  (start-up: only what is used)
+        from tapeout.runtime.bpe import TableTokenizer, map_table
 
-        return TableTokenizer(map_table(folder / TABLE), bos_id=bos, eos_ids=eos, add_bos=add_bos)
+        try:
+            return TableTokenizer(map_table(folder / TABLE), bos_id=bos, eos_ids=eos, add_bos=add_bos)
+        except (KeyError, TypeError, IndexError, re.error) as error:
+            raise TapeoutError(f"{folder / TABLE}: is damaged ({error!r}); compile again") from error
     if (folder / LIBRARY).is_file():
         return LibraryTokenizer(
             (folder / LIBRARY).read_bytes(), bos_id=bos, eos_ids=eos, add_bos=add_bos, pieces=generation["pieces"]
@@ -111,36 +115,38 @@ class LibraryTokenizer:
         add_bos: bool = False,
         pieces: str = "decoded",
     ) -> None:
-        from tokenizers import Tokenizer as Library  # noqa: PLC0415  (heavy, and few models need it)
+        from tokenizers import Tokenizer as Library
 
         try:
-            self._library = Library.from_str(data.decode())
+            self._library: Any = Library.from_str(data.decode())
         except Exception as error:
             raise TapeoutError(f"{LIBRARY}: the tokenizers library cannot read it ({error})") from error
-        added = self._library.get_added_tokens_decoder()
+        added: Mapping[int, Any] = self._library.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
-        self._added = {token: entry.content.encode() for token, entry in added.items()}
+        self._added: dict[int, bytes] = {token: entry.content.encode() for token, entry in added.items()}
         self._bytes = {code: byte for byte, code in enumerate(byte_alphabet())} if pieces == "byte_level" else {}
         self._pieces, self._add_bos = pieces, add_bos
-        self.vocab_size = self._library.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = self._library.get_vocab_size(with_added_tokens=True)
         self.bos_id, self.eos_ids = bos_id, frozenset(eos_ids)
 
     def encode(self, text: str, *, add_bos: bool = True, special: bool = False) -> list[int]:
         """See Tokenizer."""
         self._library.encode_special_tokens = not special
         start = [self.bos_id] if add_bos and self._add_bos and self.bos_id is not None else []
-        return start + self._library.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return start + ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """See Tokenizer."""
         known = [token for token in ids if self._library.id_to_token(token) is not None]
-        return self._library.decode(known, skip_special_tokens=skip_special)
+        text: str = self._library.decode(known, skip_special_tokens=skip_special)
+        return text
 
     def token_bytes(self, token: int) -> bytes:
         """See Tokenizer."""
         if token in self._added:
             return self._added[token]
-        text = self._library.id_to_token(token) if token >= 0 else None
+        text: str | None = self._library.id_to_token(token) if token >= 0 else None
         if text is None:
             return b""
         if self._pieces == "byte_level" and all(ord(char) in self._bytes for char in text):
@@ -149,7 +155,7 @@ class LibraryTokenizer:
             if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
                 return bytes([int(text[3:5], 16)])
             return text.replace("\u2581", " ").encode()
-        return self._library.decode([token], skip_special_tokens=False).encode()
+        return str(self._library.decode([token], skip_special_tokens=False)).encode()
 
     def is_special(self, token: int) -> bool:
         """See Tokenizer."""
@@ -158,5 +164,5 @@ class LibraryTokenizer:
     def control_texts(self, text: str) -> list[str]:
         """See Tokenizer."""
         self._library.encode_special_tokens = False
-        ids = self._library.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return [self._added[token].decode() for token in ids if token in self._special]

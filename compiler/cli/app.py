@@ -112,7 +112,7 @@ def explain(
         str | None, typer.Argument(metavar="[SUBJECT]", help="Only decisions about this (a glob or part of a name).")
     ] = None,
 ) -> None:
-    """Print the decisions in a plan, the alternatives they rejected, and the evidence."""
+    """Print a plan's decisions: why, why not otherwise, on what evidence."""
     from tapeout.compiler.views import load_plan, print_decisions
 
     print_decisions(load_plan(artifact), subject)
@@ -125,7 +125,7 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print the changes as JSON.")] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 1 when the plans differ.")] = False,
 ) -> None:
-    """Print what changed between two plans and what it costs; nothing when they are equal."""
+    """Print what changed between two plans, and what it costs."""
     from tapeout.compiler.diff import compare, render
     from tapeout.compiler.views import load_plan
 
@@ -146,7 +146,7 @@ def verify(
     ] = None,
     positions: Annotated[int, typer.Option("--positions", min=1, help="Positions to compare.")] = 512,
 ) -> None:
-    """Compare an artifact with an independent reference, per op and at the logits."""
+    """Compare an artifact with an independent reference, op by op."""
     from tapeout.compiler.cli.progress import terminal_progress
     from tapeout.compiler.verify import verify_artifact
 
@@ -159,7 +159,7 @@ def verify(
 
 @_app.command(context_settings=_PASS_ON)
 def run(context: typer.Context) -> None:
-    """Generate text from an artifact (the same as python -m tapeout.runtime)."""
+    """Generate text from an artifact."""
     from tapeout.runtime.cli import main
 
     raise typer.Exit(main(["run", *context.args]))

@@ -33,8 +33,8 @@ class _LineTask:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            done = size(self._total) if self._unit == "B" else f"{self._total} {self._unit}".strip()
-            print(f"{self._label}: {done} in {time.monotonic() - self._start:.2f} s", file=sys.stderr)
+            done = f": {size(self._total)}" if self._unit == "B" else ""
+            print(f"{self._label}{done} in {time.monotonic() - self._start:.2f} s", file=sys.stderr)
 
 
 class _LineProgress:

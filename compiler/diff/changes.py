@@ -21,6 +21,8 @@ class Change:
     before: str | None = None
     after: str | None = None
     effect: str = ""
+    bytes: int | None = None
+    """How many bytes more (or, negative, fewer) this takes, where that is what it changes."""
 
     def to_json(self) -> dict[str, Any]:
         """For ``diff --json``."""
@@ -30,6 +32,7 @@ class Change:
             "before": self.before,
             "after": self.after,
             "effect": self.effect,
+            "bytes": self.bytes,
         }
 
     def what(self) -> str:
@@ -56,18 +59,10 @@ def render(changes: Iterable[Change]) -> str:
     return "\n".join(lines)
 
 
-def grouped(
-    section: str, found: Pairs, population: Iterable[str], effects: Mapping[str, int]
-) -> list[tuple[Change, int]]:
-    """Changes of named things, one for all names that differ only in their number and changed alike.
-
-    ``found`` maps a name to (before, after), ``effects`` to a number that is summed over a group and returned with it.
-    """
+def grouped(section: str, found: Pairs, population: Iterable[str]) -> list[tuple[Change, list[str]]]:
+    """Changes of named things, one for all names that differ only in their number and changed alike, with the names."""
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for name, (old, new) in found.items():
         groups.setdefault((wildcard(name), old, new), []).append(name)
     everyone = list(population)
-    return [
-        (Change(section, group_label(names, everyone), old, new), sum(effects.get(name, 0) for name in names))
-        for (_, old, new), names in groups.items()
-    ]
+    return [(Change(section, group_label(names, everyone), old, new), names) for (_, old, new), names in groups.items()]

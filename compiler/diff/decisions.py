@@ -9,6 +9,7 @@ from tapeout.compiler.diff.changes import Change
 from tapeout.compiler.views.plan_file import Plan
 
 Decision = Mapping[str, Any]
+_SHOWN = 3
 
 
 def compare_decisions(before: Plan, after: Plan) -> list[Change]:
@@ -24,7 +25,7 @@ def compare_decisions(before: Plan, after: Plan) -> list[Change]:
         if was == now:
             changes.append(Change("decisions", subject, effect=f"{was} as before, but {_grounds(a, b)} changed"))
         else:
-            changes.append(Change("decisions", subject, was, now, f"because {b[0]['reason']}" if b else ""))
+            changes.append(Change("decisions", subject, was, now, _new_reason(a, b)))
     return changes
 
 
@@ -39,7 +40,28 @@ def _choices(decisions: list[Decision]) -> str | None:
     return " / ".join(dict.fromkeys(decision["choice"] for decision in decisions)) or None
 
 
+def _new_reason(old: list[Decision], new: list[Decision]) -> str:
+    known = {decision["reason"] for decision in old}
+    reason = next((decision["reason"] for decision in new), None)
+    return "" if reason is None or reason in known else f"because {reason}"
+
+
 def _grounds(old: list[Decision], new: list[Decision]) -> str:
-    names = ("reason", "alternatives", "evidence")
-    changed = [name for name in names if [d.get(name) for d in old] != [d.get(name) for d in new]]
-    return ", ".join(changed) or "its details"
+    names = [name for name in ("reason", "alternatives") if _all(old, name) != _all(new, name)]
+    if _all(old, "evidence") != _all(new, "evidence"):
+        names.append("evidence" + _figures(old, new))
+    return ", ".join(names) or "its details"
+
+
+def _all(decisions: list[Decision], name: str) -> list[Any]:
+    return [decision.get(name) for decision in decisions]
+
+
+def _figures(old: list[Decision], new: list[Decision]) -> str:
+    """The figures that changed, where one decision stands against one."""
+    if len(old) != 1 or len(new) != 1:
+        return ""
+    a, b = old[0].get("evidence", {}), new[0].get("evidence", {})
+    changed = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
+    shown = ", ".join(f"{name} {a.get(name, '-')} → {b.get(name, '-')}" for name in changed[:_SHOWN])
+    return f" ({shown}{', ...' if len(changed) > _SHOWN else ''})"

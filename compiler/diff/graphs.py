@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tapeout.compiler.diff.changes import Change, Pairs, grouped
+from tapeout.compiler.diff.values import leaves
 from tapeout.compiler.guards import is_list
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import wildcard
 from tapeout.compiler.views.weights import short
 
-Key = tuple[str, int]
+Key = tuple[str, str, int]
+"""Op, kernel template, and how many launches of both came before."""
 Launches = dict[Key, Plan]
+
+
+@dataclass(frozen=True)
+class Both:
+    """A launch list that both plans have."""
+
+    name: str
+    head: bool
+    old: Launches
+    new: Launches
+
+    def kept(self) -> Iterator[tuple[str, Plan, Plan]]:
+        """Launches that both lists have, with their op."""
+        return ((key[0], self.old[key], self.new[key]) for key in self.old if key in self.new)
 
 
 def compare_kernels(before: Plan, after: Plan) -> list[Change]:
@@ -23,15 +39,17 @@ def compare_kernels(before: Plan, after: Plan) -> list[Change]:
     changes: list[Change] = []
     if old["targets"] != new["targets"]:
         changes.append(Change("kernels", "targets", ", ".join(old["targets"]), ", ".join(new["targets"])))
-    tables = [{kernel["name"]: kernel for kernel in kernels["table"]} for kernels in (old, new)]
-    for name in dict.fromkeys([*tables[0], *tables[1]]):
-        a, b = (found.get(name) for found in tables)
-        if a is None or b is None:
-            changes.append(Change("kernels", name, a and "in the artifact", b and "in the artifact"))
-        elif a != b:
-            changes.append(Change("kernels", name, _signature(a), _signature(b)))
-    per_graph = {name: _kernel_pairs(a, b) for name, a, b in _common(before, after)}
-    return changes + _merged("kernels", per_graph, _ops(before, after))
+    changes += _tables(*({kernel["name"]: kernel for kernel in kernels["table"]} for kernels in (old, new)))
+    return changes + _merged("kernels", _common(before, after), _kernel_pairs)
+
+
+def _tables(old: Mapping[str, Plan], new: Mapping[str, Plan]) -> list[Change]:
+    gone = ", ".join(name for name in old if name not in new)
+    made = ", ".join(name for name in new if name not in old)
+    changes = [Change("kernels", "in the artifact", gone, None)] if gone else []
+    changes += [Change("kernels", "in the artifact", None, made)] if made else []
+    changed = [name for name in old if name in new and old[name] != new[name]]
+    return changes + [Change("kernels", name, _signature(old[name]), _signature(new[name])) for name in changed]
 
 
 def _signature(kernel: Mapping[str, Any]) -> str:
@@ -40,7 +58,7 @@ def _signature(kernel: Mapping[str, Any]) -> str:
 
 
 def compare_graphs(before: Plan, after: Plan) -> list[Change]:
-    """Launch lists added and removed, and in those that stay: ops, arguments, order, addresses."""
+    """Launch lists added and removed, and in those that stay: launches, arguments, order, addresses."""
     old = {graph["name"]: graph for graph in before["graphs"]}
     new = {graph["name"]: graph for graph in after["graphs"]}
     changes = [
@@ -49,11 +67,9 @@ def compare_graphs(before: Plan, after: Plan) -> list[Change]:
         if _bucket(old.get(name)) != _bucket(new.get(name))
     ]
     common = _common(before, after)
-    ops = _ops(before, after)
-    changes += _merged("graphs", {name: _op_pairs(a, b) for name, a, b in common}, ops)
-    changes += _merged("graphs", {name: _argument_pairs(a, b) for name, a, b in common}, ops)
-    changes += _remark(common, _order, "launch order")
-    return changes + _remark(common, _addresses, "addresses")
+    for pairs in (_removed, _added, _argument_pairs):
+        changes += _merged("graphs", common, pairs)
+    return changes + _remark(common, _reordered, "launch order") + _remark(common, _readdressed, "addresses")
 
 
 def _bucket(graph: Plan | None) -> str | None:
@@ -62,58 +78,60 @@ def _bucket(graph: Plan | None) -> str | None:
     return f"{graph['phase']} of up to {graph['rows']} rows, {len(graph['launches'])} launches"
 
 
-def _keyed(graph: Plan) -> Launches:
-    """Launches by op and how many launches of that op came before."""
-    seen: Counter[str] = Counter()
+def _common(before: Plan, after: Plan) -> list[Both]:
+    templates = {kernel["name"]: kernel["template"] for plan in (before, after) for kernel in plan["kernels"]["table"]}
+    new = {graph["name"]: graph for graph in after["graphs"]}
+    pairs = ((graph, new[graph["name"]]) for graph in before["graphs"] if graph["name"] in new)
+    return [Both(a["name"], a["phase"] == "head", _keyed(a, templates), _keyed(b, templates)) for a, b in pairs]
+
+
+def _keyed(graph: Plan, templates: Mapping[str, str]) -> Launches:
+    seen: Counter[tuple[str, str]] = Counter()
     keyed: Launches = {}
     for launch in graph["launches"]:
-        keyed[launch["op"], seen[launch["op"]]] = launch
-        seen[launch["op"]] += 1
+        kind = (launch["op"], templates.get(launch["kernel"], launch["kernel"]))
+        keyed[*kind, seen[kind]] = launch
+        seen[kind] += 1
     return keyed
 
 
-def _common(before: Plan, after: Plan) -> list[tuple[str, Launches, Launches]]:
-    new = {graph["name"]: graph for graph in after["graphs"]}
-    return [(g["name"], _keyed(g), _keyed(new[g["name"]])) for g in before["graphs"] if g["name"] in new]
+def _kernel_pairs(both: Both) -> Pairs:
+    return {op: (a["kernel"], b["kernel"]) for op, a, b in both.kept() if a["kernel"] != b["kernel"]}
 
 
-def _ops(before: Plan, after: Plan) -> list[str]:
-    return [launch["op"] for plan in (before, after) for graph in plan["graphs"] for launch in graph["launches"]]
+def _removed(both: Both) -> Pairs:
+    return {key[0]: (str(both.old[key]["kernel"]), None) for key in both.old if key not in both.new}
 
 
-def _kernel_pairs(old: Launches, new: Launches) -> Pairs:
-    return {
-        op: (old[op, turn]["kernel"], new[op, turn]["kernel"])
-        for op, turn in old
-        if (op, turn) in new and old[op, turn]["kernel"] != new[op, turn]["kernel"]
-    }
+def _added(both: Both) -> Pairs:
+    return {key[0]: (None, str(both.new[key]["kernel"])) for key in both.new if key not in both.old}
 
 
-def _op_pairs(old: Launches, new: Launches) -> Pairs:
-    gone = {key[0]: (str(old[key]["kernel"]), None) for key in old if key not in new}
-    made = {key[0]: (None, str(new[key]["kernel"])) for key in new if key not in old}
-    return {**gone, **made}
+def _argument_pairs(both: Both) -> Pairs:
+    """Numbers and weights that an op's launch is given; addresses in the arena and the pool are left to a remark.
 
-
-def _argument_pairs(old: Launches, new: Launches) -> Pairs:
-    """Numbers and weights that an op's launch is given; addresses in the arena and the pool are left to a remark."""
+    Where the kernel changed, only the parameters that both kernels have are compared; the rest follows from it.
+    """
     found: dict[str, tuple[str | None, str | None]] = {}
-    for key in old:
-        if key not in new:
-            continue
-        a, b = _fixed(old[key]), _fixed(new[key])
-        names = [name for name in dict.fromkeys([*a, *b]) if a.get(name) != b.get(name)]
-        if names:
-            found[key[0]] = (_named(a, names), _named(b, names))
+    for op, old, new in both.kept():
+        a, b = _fixed(old), _fixed(new)
+        names = list(dict.fromkeys([*a, *b]))
+        if old["kernel"] != new["kernel"]:
+            names = [name for name in names if name in old["args"] and name in new["args"]]
+        changed = [name for name in names if a.get(name) != b.get(name)]
+        if changed:
+            found[op] = (_named(a, changed), _named(b, changed))
     return found
 
 
 def _fixed(launch: Plan) -> dict[str, Any]:
+    """What does not depend on where buffers lie, layer numbers taken out."""
     fixed: dict[str, Any] = {}
     for name, value in launch["args"].items():
         if not _is_address(value):
             fixed[name] = wildcard(value[1]) if is_list(value) else value
-    return fixed | {key: value for key, value in launch.items() if key not in ("kernel", "op", "args")}
+    rest = leaves({key: value for key, value in launch.items() if key not in ("kernel", "op", "args")})
+    return fixed | {key: wildcard(value) if isinstance(value, str) else value for key, value in rest}
 
 
 def _is_address(value: Any) -> bool:
@@ -124,30 +142,34 @@ def _named(args: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {short(args[name])}" for name in names if name in args) or "-"
 
 
-def _order(old: Launches, new: Launches) -> bool:
-    return [key for key in old if key in new] != [key for key in new if key in old]
+def _reordered(both: Both) -> bool:
+    return [key for key in both.old if key in both.new] != [key for key in both.new if key in both.old]
 
 
-def _addresses(old: Launches, new: Launches) -> bool:
-    def addresses(launch: Plan) -> dict[str, Any]:
-        return {name: value for name, value in launch["args"].items() if _is_address(value)}
-
-    return any(addresses(old[key]) != addresses(new[key]) for key in old if key in new)
+def _readdressed(both: Both) -> bool:
+    return any(_addresses(a) != _addresses(b) for _, a, b in both.kept())
 
 
-def _remark(common: list[tuple[str, Launches, Launches]], differs: Any, subject: str) -> list[Change]:
-    names = [name for name, old, new in common if differs(old, new)]
+def _addresses(launch: Plan) -> dict[str, Any]:
+    return {name: value for name, value in launch["args"].items() if _is_address(value)}
+
+
+def _remark(common: list[Both], differs: Callable[[Both], bool], subject: str) -> list[Change]:
+    names = [both.name for both in common if differs(both)]
     return [Change("graphs", subject, effect=f"differ in {', '.join(names)}")] if names else []
 
 
-def _merged(section: str, per_graph: Mapping[str, Pairs], ops: Iterable[str]) -> list[Change]:
-    """Grouped over layers, then over the launch lists in which the same holds."""
-    everyone = set(ops)
-    where: dict[Change, list[str]] = {}
-    for name, pairs in per_graph.items():
-        for change, _ in grouped(section, pairs, everyone, {}):
-            where.setdefault(change, []).append(name)
-    return [
-        replace(change, effect="" if len(names) == len(per_graph) else f"in {', '.join(names)}")
-        for change, names in where.items()
-    ]
+def _merged(section: str, common: list[Both], pairs: Callable[[Both], Pairs]) -> list[Change]:
+    """Grouped over layers, then over launch lists; these are named unless it is every one of the body or the head."""
+    ops = {key[0] for both in common for launches in (both.old, both.new) for key in launches}
+    where: dict[Change, list[Both]] = {}
+    for both in common:
+        for change, _ in grouped(section, pairs(both), ops):
+            where.setdefault(change, []).append(both)
+    changes: list[Change] = []
+    for change, changed in where.items():
+        heads = {both.head for both in changed}
+        all_of_them = len(changed) == sum(both.head in heads for both in common)
+        names = ", ".join(both.name for both in changed)
+        changes.append(replace(change, effect="" if all_of_them else f"in {names}"))
+    return changes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tapeout.compiler.diff.changes import Change
 from tapeout.compiler.diff.values import compare_values
 from tapeout.compiler.views.plan_file import Plan
-from tapeout.compiler.views.text import change_of_size, size
+from tapeout.compiler.views.text import change_of_size, size, wildcard
 
 _SHOWN_BUFFERS = 4
 _SIZES = ("weights", "kv_pool", "arena", "scratch", "total", "capacity")
@@ -25,9 +25,9 @@ def _without_sizes(memory: Plan) -> Plan:
 
 def _sizes(old: Plan, new: Plan) -> list[Change]:
     return [
-        Change("memory", key, size(old[key]), size(new[key]), change_of_size(old[key], new[key]))
-        for key in _SIZES
-        if old[key] != new[key]
+        Change("memory", key, size(a), size(b), change_of_size(a, b), b - a)
+        for key, a, b in ((key, old[key], new[key]) for key in _SIZES)
+        if a != b
     ]
 
 
@@ -55,5 +55,7 @@ def _life(buffer: Plan) -> tuple[int, int]:
 
 
 def _listed(keys: list[tuple[str, str]]) -> str:
-    shown = ", ".join(f"{name} in {graph}" for graph, name in keys[:_SHOWN_BUFFERS])
-    return f"{len(keys)}: {shown}{', ...' if len(keys) > _SHOWN_BUFFERS else ''}"
+    if len(keys) == 1:
+        return f"1: {keys[0][1]} in {keys[0][0]}"
+    names = list(dict.fromkeys(wildcard(name) for _, name in keys))
+    return f"{len(keys)}: {', '.join(names[:_SHOWN_BUFFERS])}{', ...' if len(names) > _SHOWN_BUFFERS else ''}"

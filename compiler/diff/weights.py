@@ -20,15 +20,12 @@ def compare_weights(before: Plan, after: Plan) -> list[Change]:
     """Weights added, removed, or stored otherwise, grouped over layers."""
     old, new = _by_name(before), _by_name(after)
     names = list(dict.fromkeys([*old, *new]))
-    found = {name: (_stored(old.get(name)), _stored(new.get(name))) for name in names}
-    grew = {name: new.get(name, {"bytes": 0})["bytes"] - old.get(name, {"bytes": 0})["bytes"] for name in names}
-    was = {name: weight["bytes"] for name, weight in old.items()}
+    found = {name: _stored_pair(old.get(name), new.get(name)) for name in names}
     changed = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
-    bytes_before = dict(grouped("weights", changed, names, was))
-    changes = [
-        replace(change, effect=_growth(bytes_before[change], bytes_before[change] + delta))
-        for change, delta in grouped("weights", changed, names, grew)
-    ]
+    changes: list[Change] = []
+    for change, group in grouped("weights", changed, names):
+        a, b = _total(old, group), _total(new, group)
+        changes.append(replace(change, effect=_growth(a, b), bytes=b - a))
     common = [name for name in old if name in new]
     return changes + _details(old, new, common)
 
@@ -37,8 +34,20 @@ def _by_name(plan: Plan) -> dict[str, Plan]:
     return {weight["name"]: weight for weight in plan["weights"]}
 
 
-def _stored(weight: Plan | None) -> str | None:
-    return None if weight is None else f"{weight['format']} {'×'.join(map(str, weight['shape']))} {weight['layout']}"
+def _stored(weight: Plan) -> list[str]:
+    return [weight["format"], "×".join(map(str, weight["shape"])), weight["layout"]]
+
+
+def _stored_pair(old: Plan | None, new: Plan | None) -> tuple[str | None, str | None]:
+    """Format, shape and layout; of a weight that both plans have, only those that differ."""
+    if old is None or new is None:
+        return tuple(None if weight is None else " ".join(_stored(weight)) for weight in (old, new))  # pyright: ignore[reportReturnType]
+    pairs = [(a, b) for a, b in zip(_stored(old), _stored(new), strict=True) if a != b]
+    return " ".join(a for a, _ in pairs), " ".join(b for _, b in pairs)
+
+
+def _total(weights: dict[str, Plan], names: list[str]) -> int:
+    return sum(weights[name]["bytes"] for name in names if name in weights)
 
 
 def _growth(before: int, after: int) -> str:
@@ -55,7 +64,7 @@ def _details(old: dict[str, Plan], new: dict[str, Plan], common: list[str]) -> l
             for name in common
             if old[name].get(key) != new[name].get(key) and (key != "bytes" or _stored(old[name]) == _stored(new[name]))
         }
-        named = grouped("weights", found, old, {})
+        named = grouped("weights", found, old)
         changes += [replace(change, subject=f"{change.subject} {key}") for change, _ in named]
     changes += _errors(old, new, common)
     moved = sum(old[name]["offset"] != new[name]["offset"] for name in common)
@@ -93,7 +102,7 @@ def compare_recipes(before: Plan, after: Plan) -> list[Change]:
             steps = list(dict.fromkeys(departures(old[name]["recipe"], new[name]["recipe"])))
             more = f" (and {len(steps) - _MOST_STEPS} more)" if len(steps) > _MOST_STEPS else ""
             found[name] = (None, "; ".join(steps[:_MOST_STEPS]) + more)
-    named = grouped("recipes", found, old, {})
+    named = grouped("recipes", found, old)
     return [Change("recipes", change.subject, effect=change.after or "") for change, _ in named]
 
 

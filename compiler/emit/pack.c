@@ -281,19 +281,22 @@ int64_t tp_first_not_finite(int id, const uint8_t *data, int64_t row_bytes, int6
 
 /* ---- error sums ---- */
 
-static float magnitude(float x) { return x < 0 ? -x : x; }
+enum { LANES = 8 };
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef double doubles __attribute__((vector_size(LANES * 8)));
 
+/* `n` is at most SUPER; both arrays have room for a whole number of LANES. */
 static void add_error(const float *x, const float *y, int n, double *sums) {
-    enum { LANES = 8 };
-    double squares[LANES] = {0}, errors[LANES] = {0};
-    float largest[LANES] = {0};
-    for (int i = 0; i < n; i += LANES)
-        for (int l = 0; l < LANES && i + l < n; l++) {
-            float e = x[i + l] - y[i + l];
-            squares[l] += (double)x[i + l] * x[i + l];
-            errors[l] += (double)e * e;
-            largest[l] = magnitude(e) > largest[l] ? magnitude(e) : largest[l];
-        }
+    doubles squares = {0}, errors = {0};
+    floats largest = {0};
+    for (int i = 0; i < n; i += LANES) {
+        floats a, b;
+        memcpy(&a, x + i, sizeof a), memcpy(&b, y + i, sizeof b);
+        floats e = a - b;
+        doubles e2 = __builtin_convertvector(e, doubles), a2 = __builtin_convertvector(a, doubles);
+        squares += a2 * a2, errors += e2 * e2;
+        largest = __builtin_elementwise_max(largest, __builtin_elementwise_abs(e));
+    }
     for (int l = 0; l < LANES; l++) {
         sums[0] += errors[l], sums[1] += squares[l];
         if (largest[l] > sums[2]) sums[2] = largest[l];
@@ -303,11 +306,15 @@ static void add_error(const float *x, const float *y, int n, double *sums) {
 /* Adds to sums the error of `data` against the `n` values x it was made from: sum (x - x')^2 and sum x^2; sums[2]
  * becomes the largest |x - x'|. */
 void tp_error(int id, const float *x, const uint8_t *data, int64_t n, double *sums) {
-    float decoded[SUPER];
+    float values[SUPER] = {0}, decoded[SUPER] = {0};
     int block = is_float(id) ? 1 : formats[id].super, block_bytes = is_float(id) ? float_bytes(id) : formats[id].block_bytes;
     for (int64_t i = 0; i < n; i += SUPER) {
         int live = n - i < SUPER ? (int)(n - i) : SUPER;
         tp_decode(id, data + i / block * block_bytes, decoded, 1, live);
-        add_error(x + i, decoded, live, sums);
+        if (live < SUPER) {
+            memset(values, 0, sizeof values), memset(decoded + live, 0, sizeof decoded - 4 * live);
+            memcpy(values, x + i, 4 * live);
+        }
+        add_error(live < SUPER ? values : x + i, decoded, live, sums);
     }
 }

@@ -20,13 +20,13 @@ def values(codes: Codes) -> Floats:
     if codes.zero:
         signed -= np.float32(codes.zero)
     out = signed.reshape(n, groups, codes.group)
-    out *= _spread(codes.d, codes.sub, groups)[..., None]
-    if codes.dmin is not None:
-        minimum = _spread(codes.dmin, codes.submin, groups)[..., None]
-        if codes.negate_min:
-            out += minimum
-        else:
-            out -= minimum
+    with np.errstate(
+        invalid="ignore", over="ignore"
+    ):  # a file may hold infinite scales; checks find them in the result
+        out *= _spread(codes.d, codes.sub, groups)[..., None]
+        if codes.dmin is not None:
+            minimum = _spread(codes.dmin, codes.submin, groups)[..., None]
+            out = np.add(out, minimum, out=out) if codes.negate_min else np.subtract(out, minimum, out=out)
     return out.reshape(n, k)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapeout.compiler.checkpoints.base import Checkpoint
-from tapeout.compiler.tokenizers.generation import gguf_generation
 from tapeout.compiler.tokenizers.gguf import GgufTokenizer
 from tapeout.compiler.tokenizers.huggingface import HuggingFaceTokenizer
 from tapeout.compiler.tokenizers.model import NotTabled, TokenizerModel
@@ -36,6 +35,14 @@ class TokenizerFiles:
     decisions: Sequence[Json]
 
 
+@dataclass(frozen=True)
+class _Built:
+    """The table, where there is one, and the record of why."""
+
+    table: bytes | None
+    decision: Json
+
+
 def build_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
     """The tokenizer files of an artifact. The same checkpoint gives the same bytes.
 
@@ -49,79 +56,76 @@ def build_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
 def _from_gguf(checkpoint: Checkpoint) -> TokenizerFiles:
     source = GgufTokenizer(checkpoint.config, checkpoint.path)
     template = checkpoint.config.get("tokenizer.chat_template")
-    found = gguf_generation(source)
+    library = source.to_json() if source.byte_level else None
     try:
-        model = source.to_model()
-        table = write_table(model)
-        library = source.to_json() if model.kind == "byte_level" else None
-        if library is not None:
-            _check(table, library, "byte_level")
+        built = _table(source.to_model(), library, "byte_level")
     except NotTabled as error:
-        raise TapeoutError(f"{checkpoint.path}: its tokenizer cannot be used: {error}") from error
-    files = {"tokenizer.bin": table} if library is None else {"tokenizer.bin": table, "tokenizer.json": library}
-    why_not = (
-        "a SentencePiece file has scores and no merges; making them (hundreds of thousands) and loading them costs "
-        "a second and hundreds of MB, and the table needs neither"
-    )
-    alternatives = [] if library is not None else [{"choice": "tokenizer.json", "why": why_not}]
-    return _files(files, found, template if isinstance(template, str) else None, _tabled(model, library, alternatives))
+        if library is None:
+            raise TapeoutError(f"{checkpoint.path}: its tokenizer cannot be used: {error}") from error
+        built = _library(library, str(error))
+    return _files(built, library, source.generation(), template if isinstance(template, str) else None, "byte_level")
 
 
 def _from_folder(checkpoint: Checkpoint) -> TokenizerFiles:
     source = HuggingFaceTokenizer(checkpoint)
-    found = source.generation(checkpoint)
-    files = {"tokenizer.json": source.data}
+    pieces = source.pieces()
     try:
-        model = source.to_model()
-        table = write_table(model)
-        _check(table, source.data, source.pieces())
-        files["tokenizer.bin"] = table
-        decision = _tabled(model, source.data, [])
+        built = _table(source.to_model(), source.data, pieces)
     except NotTabled as error:
-        found["pieces"] = source.pieces()
-        decision = {
-            "pass": "tokenizer",
-            "subject": "tokenizer",
-            "choice": "tokenizer.json",
-            "reason": RULE,
-            "alternatives": [{"choice": "tokenizer.bin", "why": str(error)}],
-            "evidence": {},
-        }
-        LibraryTokenizer(source.data)  # the library must be able to read what it alone will run
-    return _files(files, found, source.template(), decision)
+        built = _library(source.data, str(error))
+    return _files(built, source.data, source.generation(checkpoint), source.template(), pieces)
 
 
-def _tabled(model: TokenizerModel, library: bytes | None, alternatives: list[Json]) -> Json:
-    checked = {"probes": len(PROBES), "library": "tokenizers"} if library is not None else {}
+def _table(model: TokenizerModel, library: bytes | None, pieces: str) -> _Built:
+    """The table, checked against the library where there is a tokenizer.json. Raises NotTabled."""
+    table = write_table(model)
+    evidence: Json = {"kind": model.kind, "tokens": len(model.texts), "merges": len(model.merges)}
+    why = (
+        "a SentencePiece file has scores and no merges; making them (hundreds of thousands) and loading them costs "
+        "a second and hundreds of MB, and the table needs neither"
+    )
     if library is not None:
+        _check(table, LibraryTokenizer(library, pieces=pieces))
+        evidence |= {"probes": len(PROBES), "checked_against": "tokenizers"}
         why = "loading it takes longer and more memory than the table; it lies beside the table for other programs"
-        alternatives = [*alternatives, {"choice": "tokenizer.json", "why": why}]
-    evidence: Json = {"kind": model.kind, "tokens": len(model.texts), "merges": len(model.merges), **checked}
+    return _Built(table, _decision("tokenizer.bin", {"choice": "tokenizer.json", "why": why}, evidence))
+
+
+def _library(library: bytes, why_not: str) -> _Built:
+    LibraryTokenizer(library)  # what runs it alone must be able to read it
+    return _Built(None, _decision("tokenizer.json", {"choice": "tokenizer.bin", "why": why_not}, {}))
+
+
+def _decision(choice: str, alternative: Json, evidence: Json) -> Json:
     return {
         "pass": "tokenizer",
         "subject": "tokenizer",
-        "choice": "tokenizer.bin",
+        "choice": choice,
         "reason": RULE,
-        "alternatives": alternatives,
+        "alternatives": [alternative],
         "evidence": evidence,
     }
 
 
-def _files(files: dict[str, bytes], generation: Json, template: str | None, decision: Json) -> TokenizerFiles:
-    out = dict(files)
-    out["generation.json"] = (json.dumps(generation, ensure_ascii=False, sort_keys=True, indent=1) + "\n").encode()
-    decisions = [decision]
-    if template is not None:
-        out["chat_template.jinja"] = template.encode()
-    return TokenizerFiles(dict(sorted(out.items())), generation, decisions)
+def _files(built: _Built, library: bytes | None, generation: Json, template: str | None, pieces: str) -> TokenizerFiles:
+    """``pieces`` stands in generation.json for the runtime only, where the library runs the tokenizer."""
+    stored = generation if built.table is not None else {**generation, "pieces": pieces}
+    files = {
+        "chat_template.jinja": None if template is None else template.encode(),
+        "generation.json": (json.dumps(stored, ensure_ascii=False, sort_keys=True, indent=1) + "\n").encode(),
+        "tokenizer.bin": built.table,
+        "tokenizer.json": library,
+    }
+    kept = {name: data for name, data in files.items() if data is not None}
+    return TokenizerFiles(kept, generation, [built.decision])
 
 
-def _check(table: bytes, library: bytes, pieces: str) -> None:
+def _check(table: bytes, library: LibraryTokenizer) -> None:
     """Both must give the same ids for every probe. Raises NotTabled with the first that differs."""
-    ours, theirs = TableTokenizer(table), LibraryTokenizer(library, pieces=pieces)
-    if ours.vocab_size < theirs.vocab_size:
-        raise NotTabled(f"the table has {ours.vocab_size} tokens, the library {theirs.vocab_size}")
+    ours = TableTokenizer(table)
+    if ours.vocab_size < library.vocab_size:
+        raise NotTabled(f"the table has {ours.vocab_size} tokens, the library {library.vocab_size}")
     for text in PROBES:
         for special in (False, True):
-            if ours.encode(text, special=special) != theirs.encode(text, special=special):
+            if ours.encode(text, special=special) != library.encode(text, special=special):
                 raise NotTabled(f"the table and the tokenizers library disagree on the text {text!r}")

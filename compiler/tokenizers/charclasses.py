@@ -63,7 +63,7 @@ PROBED = (
 
 @dataclass(frozen=True)
 class Classes:
-    """``patterns`` for ``re``, each with one group around it; a code point from ``starts[i]`` on is of ``classes[i]``."""
+    """``patterns`` for ``re``, each one group; code points from ``starts[i]`` on are of ``classes[i]``."""
 
     patterns: tuple[str, ...]
     starts: npt.NDArray[np.uint32]

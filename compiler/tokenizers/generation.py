@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tapeout.compiler.tokenizers.gguf import END_TOKENS, GgufTokenizer
-from tapeout.runtime.bpe import CONTROL
-
 Json = dict[str, Any]
+# Tokens that end a turn or a text, by their texts.
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "do_sample")
 
 
@@ -50,21 +64,3 @@ def generation(
     }
     found = {key: sampling[key] for key in SAMPLING if sampling and isinstance(sampling.get(key), int | float)}
     return {**out, "sampling": found} if found else out
-
-
-def gguf_generation(tokenizer: GgufTokenizer) -> Json:
-    """From the metadata of a GGUF file: its eos, eot and eom ids, and the control tokens known to end a turn."""
-    declared = [tokenizer.token_id(key) for key in ("eos", "eot", "eom")]
-    control = {text: token for token, text in enumerate(tokenizer.tokens) if tokenizer.types[token] == CONTROL}
-    eos = dict.fromkeys([*(token for token in declared if token is not None), *end_tokens(control)])
-    if not eos and tokenizer.model == "llama":
-        eos = {2: None}
-    bos = tokenizer.bos_id
-    wanted = [*eos] if bos is None else [*eos, bos]
-    return generation(
-        bos,
-        eos,
-        add_bos=tokenizer.add_bos,
-        pad=tokenizer.token_id("padding"),
-        texts={token: tokenizer.tokens[token] for token in wanted if token < len(tokenizer.tokens)},
-    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tapeout.compiler.tokenizers.generation import END_TOKENS, Json, end_tokens, generation
 from tapeout.compiler.tokenizers.model import Ints, NotTabled, TokenizerModel
 from tapeout.compiler.tokenizers.pretokenizers import pre_tokenizer
 from tapeout.runtime.bpe import BYTE, CONTROL, LOW, NORMAL, UNKNOWN, USER_DEFINED
@@ -17,23 +18,7 @@ from tapeout.runtime.tokenizer import byte_alphabet
 
 PREFIX = "tokenizer.ggml."
 MODELS = ("gpt2", "llama")
-# Ends of a turn or of a text, and fill-in-the-middle marks, that some files list as normal tokens: control all the same.
-END_TOKENS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|eom_id|>",
-    "<EOT>",
-    "[EOT]",
-    "[EOS]",
-    "<|end_of_text|>",
-    "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
-)
+# Texts that some files list as normal tokens and that are control tokens all the same.
 ALWAYS_CONTROL = frozenset(
     (*END_TOKENS, "</s>", "<eos>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|fim_repo|>")
 )
@@ -107,6 +92,27 @@ class GgufTokenizer:
     def merges(self) -> Sequence[str]:
         """Merges as "left right", best first."""
         return self._array("merges")
+
+    @property
+    def byte_level(self) -> bool:
+        """Whether it is byte-level BPE (else SentencePiece)."""
+        return self.pre is not None
+
+    def generation(self) -> Json:
+        """Its eos, eot and eom ids, the control tokens known to end a turn, and the begin token."""
+        declared = [self.token_id(key) for key in ("eos", "eot", "eom")]
+        control = {text: token for token, text in enumerate(self.tokens) if self.types[token] == CONTROL}
+        eos = dict.fromkeys([*(token for token in declared if token is not None), *end_tokens(control)])
+        if not eos and not self.byte_level:
+            eos = {2: None}
+        wanted = [token for token in (*eos, self.bos_id) if token is not None and token < len(self.tokens)]
+        return generation(
+            self.bos_id,
+            eos,
+            add_bos=self.add_bos,
+            pad=self.token_id("padding"),
+            texts={token: self.tokens[token] for token in wanted},
+        )
 
     def to_model(self) -> TokenizerModel:
         """In the terms of the table. Raises NotTabled when it cannot be."""

@@ -39,7 +39,7 @@ class HuggingFaceTokenizer:
             raise TapeoutError(f"{files[FILE]}: has no model section; it must be a tokenizer of the tokenizers library")
         self.document = cast(Json, document)
         self.model = cast(Json, model)
-        self.added = [cast(Json, entry) for entry in self.document.get("added_tokens") or []]
+        self.added = cast("list[Json]", self.document.get("added_tokens") or [])
         self.config = load_json_object(files[CONFIG]) if CONFIG in files else {}
         self._template: Path | None = files.get("chat_template.jinja")
 
@@ -86,7 +86,7 @@ class HuggingFaceTokenizer:
             if self.model.get(key):
                 raise NotTabled(f"its model uses {key}")
         tokens, types = self._tokens()
-        merges = [entry if isinstance(entry, list) else entry.split(" ", 1) for entry in self.model["merges"]]
+        merges = cast("list[str] | list[list[str]]", self.model["merges"])
         if self.model.get("byte_fallback"):
             return self._sentencepiece(tokens, types, merge_ids(tokens, merges))
         return TokenizerModel(
@@ -102,9 +102,10 @@ class HuggingFaceTokenizer:
         """Whether the post-processor puts the begin token first; else what tokenizer_config.json says."""
         for step in _sequence(self.document.get("post_processor"), "processors"):
             if step.get("type") == "TemplateProcessing":
-                first = (step.get("single") or [{}])[0].get("SpecialToken", {}).get("id")
-                ids = step.get("special_tokens", {}).get(first, {}).get("ids", [])
-                return bos is not None and ids[:1] == [bos]
+                single = cast("list[Json]", step.get("single") or [{}])
+                first = cast(Json, single[0].get("SpecialToken", {})).get("id")
+                tokens = cast("dict[Any, Json]", step.get("special_tokens", {}))
+                return bos is not None and tokens.get(first, {}).get("ids", [])[:1] == [bos]
         return bool(self.config.get("add_bos_token", False)) and self.document.get("post_processor") is None
 
     def _tokens(self) -> tuple[list[str], bytes]:

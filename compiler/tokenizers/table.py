@@ -95,7 +95,7 @@ def _byte_ids(model: TokenizerModel) -> Words:
 
 def _buckets(hashes: Words) -> tuple[Words, Words]:
     """Order of the entries by hash, and where each leading part of a hash begins: about one entry a bucket."""
-    bits = max(1, int(len(hashes)).bit_length() - 1)
+    bits = max(1, len(hashes).bit_length() - 1)
     order = np.argsort(hashes, kind="stable").astype(np.uint32)
     edges = (np.arange((1 << bits) + 1, dtype=np.uint64) << np.uint64(32 - bits)).astype(np.uint64)
     return order, np.searchsorted(hashes[order].astype(np.uint64), edges).astype(np.uint32)
@@ -104,7 +104,7 @@ def _buckets(hashes: Words) -> tuple[Words, Words]:
 def _index(name: str, model: TokenizerModel, kinds: Sequence[int]) -> Sections:
     types = np.frombuffer(model.types, np.uint8)
     ids = np.flatnonzero(np.isin(types, kinds)).astype(np.uint32)
-    hashes = np.fromiter((crc32(model.texts[token]) for token in ids), np.uint32, len(ids))
+    hashes = np.fromiter((crc32(model.texts[token]) for token in ids.tolist()), np.uint32, len(ids))
     order, buckets = _buckets(hashes)
     return {f"{name}.buckets": buckets, f"{name}.hashes": hashes[order], f"{name}.ids": ids[order]}
 
@@ -156,7 +156,7 @@ def _specials(model: TokenizerModel, kinds: Sequence[int]) -> dict[str, Any]:
     for text in texts:
         starts.setdefault(text[:2], set()).add(len(text))
     for start, sizes in starts.items():
-        sizes |= {1} & starts.get(start[0], set())
+        sizes.update({1} & starts.get(start[0], set()))
     alternatives: list[str] = []
     lengths: dict[str, list[int]] = {}
     for start in sorted(starts, key=lambda start: (-len(start), start)):

@@ -40,8 +40,7 @@ def print_plan(plan: Plan, out: Console | None = None) -> None:
 def _section(out: Console, title: str, body: Any) -> None:
     out.print()
     out.print(heading(title))
-    if body is not None:
-        out.print(body)
+    out.print(body)
 
 
 def _model_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
-"""Launch lists in few lines: equal layers become one, equal lists are named once."""
+"""Launch lists in few lines: the layers of a model become one, with the layers that each launch occurs in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -25,38 +26,42 @@ class Line:
 
 
 @dataclass
-class Block:
-    """Consecutive launches of one layer, and the layers that have exactly these."""
+class Entry:
+    """A line and the layers that have it; none outside of layers. Each layer runs its lines from top to bottom."""
 
-    lines: tuple[Line, ...]
+    line: Line
     layers: list[int]
 
 
-def condense(launches: list[Launch]) -> list[Block]:
-    """Launches as blocks; consecutive layers with equal lines share a block."""
-    blocks: list[Block] = []
-    for layer, group in _by_layer(launches):
-        lines = tuple(_line(launch) for launch in group)
-        if blocks and layer is not None and blocks[-1].layers and blocks[-1].lines == lines:
-            blocks[-1].layers.append(layer)
+def condense(launches: list[Launch]) -> list[Entry]:
+    """The launches as one list, in which each layer's own launches are a subsequence in their order."""
+    entries: list[Entry] = []
+    stack: list[Entry] = []
+    for layer, group in groupby(launches, key=_layer):
+        lines = [_line(launch) for launch in group]
+        if layer is None:
+            entries += [*stack, *(Entry(line, []) for line in lines)]
+            stack = []
         else:
-            blocks.append(Block(lines, [] if layer is None else [layer]))
-    return blocks
+            _merge(stack, layer, lines)
+    return entries + stack
 
 
-def _by_layer(launches: list[Launch]) -> Iterator[tuple[int | None, list[Launch]]]:
-    group: list[Launch] = []
-    current: int | None = None
-    for launch in launches:
-        found = indices(launch["op"])
-        layer = found[0] if found else None
-        if group and layer != current:
-            yield current, group
-            group = []
-        current = layer
-        group.append(launch)
-    if group:
-        yield current, group
+def _layer(launch: Launch) -> int | None:
+    found = indices(launch["op"])
+    return found[0] if found else None
+
+
+def _merge(stack: list[Entry], layer: int, lines: list[Line]) -> None:
+    position = 0
+    for line in lines:
+        known = next((index for index in range(position, len(stack)) if stack[index].line == line), None)
+        if known is None:
+            stack.insert(position, Entry(line, [layer]))
+            position += 1
+        else:
+            stack[known].layers.append(layer)
+            position = known + 1
 
 
 def _line(launch: Launch) -> Line:
@@ -67,24 +72,19 @@ def _line(launch: Launch) -> Line:
     return Line(launch["kernel"], wildcard(launch["op"]), ", ".join(part for part in (shape, rest) if part))
 
 
-def graph_tables(plan: Plan) -> Iterator[tuple[str, Table | None]]:
+def graph_tables(plan: Plan) -> Iterator[tuple[str, Table]]:
     """A title and a table for each launch list; lists that differ only in rows and addresses share one."""
-    groups: list[tuple[list[Block], list[Plan]]] = []
+    groups: list[tuple[list[Entry], list[Plan]]] = []
     for graph in plan["graphs"]:
-        blocks = condense(graph["launches"])
-        same = next((graphs for known, graphs in groups if known == blocks), None)
+        entries = condense(graph["launches"])
+        same = next((graphs for known, graphs in groups if known == entries), None)
         if same is None:
-            groups.append((blocks, [graph]))
+            groups.append((entries, [graph]))
         else:
             same.append(graph)
-    for blocks, graphs in groups:
-        names = ", ".join(f"{graph['name']}" for graph in graphs)
-        yield f"{names}: {len(graphs[0]['launches'])} launches", table(("", "kernel", "op", ""), _rows(blocks))
-
-
-def _rows(blocks: list[Block]) -> Iterator[tuple[str, str, str, str]]:
-    for block in blocks:
-        plural = "s" if len(block.layers) > 1 else ""
-        where = f"layer{plural} {ranges(block.layers)}" if block.layers else ""
-        for index, line in enumerate(block.lines):
-            yield ("" if index else where, line.kernel, line.op, line.numbers)
+    for entries, graphs in groups:
+        names = ", ".join(graph["name"] for graph in graphs)
+        rows = ((ranges(entry.layers), entry.line.kernel, entry.line.op, entry.line.numbers) for entry in entries)
+        layered = any(entry.layers for entry in entries)
+        columns = ("layers" if layered else "", "kernel", "op", "")
+        yield f"{names}: {len(graphs[0]['launches'])} launches", table(columns, rows)

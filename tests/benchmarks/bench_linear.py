@@ -54,7 +54,7 @@ def build_driver(folder: Path) -> ctypes.CDLL:
     return driver
 
 
-def case(driver: ctypes.CDLL, kernel: ck.Kernel, name: str, shape: tuple[int, int, int], rows: int, reps: int) -> str:
+def case(driver: ctypes.CDLL, kernel: ck.Kernel, name: str, shape: tuple[int, int, int], rows: int, reps: int, warm: bool) -> str:
     """One line: error against float64, best and median time, and the rates of the median."""
     n, k, epilogue = shape
     rng = np.random.default_rng(1)
@@ -66,7 +66,7 @@ def case(driver: ctypes.CDLL, kernel: ck.Kernel, name: str, shape: tuple[int, in
         buffer, exact = tr.quantize_x8(x, rows)
         buffer = ck.aligned(buffer)
     packed = tr.pack(name, raw)
-    copies = 1 if rows > 1 else max(1, COLD_BYTES // packed.nbytes)
+    copies = 1 if rows > 1 or warm else max(1, COLD_BYTES // packed.nbytes)
     weights = [ck.aligned(packed) for _ in range(copies)]
     y = np.full((rows, n), np.nan, np.float32)
     w = tr.dequantize(name, raw).astype(np.float64)
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--targets", default=",".join(ck.TARGETS))
     parser.add_argument("--rows", default="1,512")
     parser.add_argument("--shapes", default="smollm2 qkv,smollm2 gate_up,smollm2 down,gemma head")
+    parser.add_argument("--warm", action="store_true", help="single-row case from the cache")
     parser.add_argument("--reps", type=int, default=7)
     options = parser.parse_args()
     formats = options.formats.split(",")
@@ -108,7 +109,7 @@ def main() -> None:
                     shape = "k-quant"
                 for rows in map(int, options.rows.split(",")):
                     for target in targets:
-                        line = case(driver, ck.load(libraries[target], f"linear_{name}"), name, SHAPES[shape], rows, options.reps)
+                        line = case(driver, ck.load(libraries[target], f"linear_{name}"), name, SHAPES[shape], rows, options.reps, options.warm)
                         print(f"{name:5s} {shape:16s} rows {rows:4d} {target}: {line}", flush=True)
 
 

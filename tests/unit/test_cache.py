@@ -26,7 +26,7 @@ SHAPES = {"a": (64, 64), "b": (32, 128), "c": (160, 1024)}
 
 @pytest.fixture(scope="session")
 def native() -> Native:
-    return load_native(Environment.read().cache / "native")
+    return load_native(Environment.read().cache / "emit")
 
 
 @pytest.fixture

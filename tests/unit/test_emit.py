@@ -46,7 +46,7 @@ QUANTIZED = [name for name, known in FORMATS.items() if not known.is_float]
 
 @pytest.fixture(scope="session")
 def native() -> Native:
-    return load_native(Environment.read().cache / "native")
+    return load_native(Environment.read().cache / "emit")
 
 
 def random_bytes(rows: int, format: str, k: int, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -270,6 +270,28 @@ def test_value_too_large_for_its_format(native: Native, tmp_path: Path) -> None:
     broken = checkpoint_at(tmp_path / "broken", tensors)
     with pytest.raises(TapeoutError, match=r"row 31 of tensor 'a' cannot be stored as q8_0: a value is too large for"):
         emitted(native, broken, tmp_path / "w", jobs=1)
+
+
+def test_the_row_named_is_that_of_the_file(native: Native, tmp_path: Path) -> None:
+    tensors = values_of()
+    tensors["b"][5, 5] = 1e30
+    evaluator = Evaluator(checkpoint_at(tmp_path / "broken", tensors), native)
+    nested = Rows(Concat((Rows(read("a"), 4, 20), HalvesFromPairs(read("b"), 4))), 8, 48)
+    with pytest.raises(TapeoutError, match=r"row 5 of tensor 'b' cannot be stored as f16: a value is too large"):
+        evaluator.rows(Convert(nested, "f16"), 0, 40, ErrorSums())
+
+
+def test_infinite_scale_of_a_block(native: Native, tmp_path: Path) -> None:
+    blocks = witness.random_rows("q4_k", 16, 512, np.random.default_rng(3))
+    blocks[7, 146:148] = np.array([np.inf], np.float16).view(np.uint8)
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_tensor("w", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+    entry = WeightEntry("w", Pack(Read("w", (16, 512), "q4_k"), "tile16"), 0, packed_bytes((16, 512), "q4_k", "tile16"))
+    with pytest.raises(
+        TapeoutError, match=r"m\.gguf: tensor 'w' has NaN/Inf weights in row 7; every weight must be finite"
+    ):
+        emit_weights([entry], open_checkpoint(tmp_path / "m.gguf"), tmp_path / "w", native)
 
 
 def test_header_is_canonical(native: Native, checkpoint: Checkpoint, tmp_path: Path) -> None:

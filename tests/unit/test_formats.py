@@ -100,7 +100,7 @@ def test_too_large_is_refused(library: ctypes.CDLL, name: str) -> None:
     data[1, 300] = -3.4e38
     encode = FORMATS[name].encode
     assert encode is not None
-    with pytest.raises(ValueError, match="too large|rounds to infinity"):
+    with pytest.raises(ValueError, match=r"too large|rounds to infinity"):
         encode(data)
     assert c_encode(library, name, data)[0] == 4
 
@@ -143,9 +143,9 @@ def test_q6_k_by_hand() -> None:
     np.testing.assert_array_equal(value[at], [64, -28, 48, 64, 18, -0.0, -16, 24, 30, -87.5])
 
 
-@pytest.mark.parametrize(("name", "worst"), [("q4_k", 0.075), ("q5_k", 0.036), ("q6_k", 0.018)])
+@pytest.mark.parametrize(("name", "worst"), [("q4_k", 0.0707), ("q5_k", 0.03584), ("q6_k", 0.01756)])
 def test_k_quants_keep_gaussian_weights(name: str, worst: float) -> None:
-    """Bounds are llama.cpp's own relative RMS errors on the same kind of data (bench_quantizers.py)."""
+    """Bounds are the errors of llama.cpp on this very array (``ggml_quantize_chunk`` without an importance matrix)."""
     data = np.random.default_rng(3).normal(size=(64, 1024)).astype(np.float32)
     form = FORMATS[name]
     assert form.encode is not None

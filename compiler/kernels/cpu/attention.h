@@ -33,7 +33,7 @@ typedef struct tp_attention {
 
 static inline tp_attention tp_attention_of(const tp_launch *l, const tp_step *s) {
     tp_attention a = {(int)l->arg[4], (int)l->arg[5], (int)l->arg[6], (int)l->arg[7], (int)l->arg[9], 0, 0, 0, 0};
-    const int vectors = tp_min(TP_BLOCK_VECTORS, 12288 / a.d), share = a.heads / a.kv_heads;
+    const int vectors = tp_min(TP_BLOCK_VECTORS, 1024 / a.d * 12), share = a.heads / a.kv_heads;
     int cuts = tp_ceil_div(share, vectors);
     while (share % cuts) cuts++;
     a.group = share / cuts;

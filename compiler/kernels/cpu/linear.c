@@ -5,7 +5,7 @@
  * The gated epilogues read 2n rows of w, gate rows first, n a multiple of 16, and store act(gate) * up. */
 #include "tile16.h"
 
-#define TP_AHEAD 1024 /* bytes of weights prefetched ahead in decode */
+#define TP_AHEAD 4096 /* bytes of weights prefetched ahead in decode */
 #if TP_KIND
 #include "linear_float.h"
 #else

@@ -11,9 +11,7 @@
 #else
 #define TP_CORRECTED (TP_ZERO != 0)
 #endif
-#ifndef TP_ROWS
-#define TP_ROWS (TP_WIDTH == 16 ? 8 : 4)
-#endif
+#define TP_ROWS (TP_WIDTH == 16 ? 16 : 4) /* rows of activations that advance together: as many as registers hold */
 #define TP_SIDE (TP_CORRECTED || TP_MIN)
 
 /* What a row of activations contributes apart from its codes, by half group: scale * sum for the minimum, or -zero * sum
@@ -46,7 +44,8 @@ TP_FN operand operand_of(const void *x, int64_t k, int64_t cap, int64_t k0, int6
     return o;
 }
 
-#define TP_KEEP_ORDER(x) (void)0
+/* The compiler would put the steps of one row together again, and they wait for each other. */
+#define TP_KEEP_ORDER(x) __asm__ volatile("" : "+v"(x))
 
 /* Add to sums[r] the products of steps first .. first + steps of row r of activations with the codes, by weight row.
  * Rows advance together, one step at a time: consecutive instructions do not wait for each other. */
@@ -146,6 +145,7 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
         tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), unit, &group);
         int t = 0;
         for (; t + TP_ROWS <= x->rows; t += TP_ROWS) add_group(sums, t, TP_ROWS, &group, codes, scale, at);
+        for (; t + 4 <= x->rows; t += 4) add_group(sums, t, 4, &group, codes, scale, at);
         for (; t < x->rows; t++) add_group(sums, t, 1, &group, codes, scale, at);
         codes += x->cap * 32, scale += x->cap, at += x->rows * TP_HALVES;
     }

@@ -1,0 +1,239 @@
+"""diff: each kind of change, in the words it is printed in."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from plan_example import LAYERS, example_plan, pack, read
+
+from tapeout.compiler.diff import compare, render
+
+Plan = dict[str, Any]
+
+
+@pytest.fixture
+def before() -> Plan:
+    return example_plan()
+
+
+@pytest.fixture
+def after() -> Plan:
+    return example_plan()
+
+
+def text(before: Plan, after: Plan) -> str:
+    return render(compare(before, after))
+
+
+def weights(plan: Plan, part: str) -> Iterator[Plan]:
+    return (weight for weight in plan["weights"] if part in weight["name"])
+
+
+def launches(plan: Plan, part: str) -> Iterator[Plan]:
+    return (launch for graph in plan["graphs"] for launch in graph["launches"] if part in launch["op"])
+
+
+def test_equal_plans_print_nothing(before: Plan, after: Plan) -> None:
+    assert compare(before, after) == []
+    assert render([]) == ""
+
+
+def test_a_requantized_group_of_weights(before: Plan, after: Plan) -> None:
+    after["spec"]["quantization"]["rules"] = [{"match": "*.mlp.down_proj", "format": "q8_0"}]
+    for layer, weight in enumerate(weights(after, "down_proj")):
+        weight["format"], weight["bytes"] = "q8_0", 940_032
+        weight["recipe"]["source"] = {"op": "convert", "source": weight["recipe"]["source"], "to": "q8_0"}
+        weight["error"] = {"relative_rms": 0.001 + layer / 10_000, "max_abs": 0.25}
+    for launch in launches(after, "down_proj"):
+        launch["kernel"] = "linear_q8_0"
+    after["kernels"]["table"].append({"name": "linear_q8_0", "template": "linear", "params": ["x"]})
+    for name in ("weights", "total"):
+        after["memory"][name] += LAYERS * (940_032 - 552_960)
+    after["decisions"][0]["choice"] = "linear_q8_0"
+    assert (
+        text(before, after)
+        == """\
+spec
+  quantization.rules[0].match   added: *.mlp.down_proj
+  quantization.rules[0].format  added: q8_0
+weights
+  model.layers.*.mlp.down_proj (4)        q4_1 → q8_0; +1.5 MiB (+70 %)
+  model.layers.*.mlp.down_proj (4) error  added: at most relative_rms 0.0013, max_abs 0.25
+recipes
+  model.layers.*.mlp.down_proj (4)  inserted: convert to q8_0, over read blk.*.ffn_down.weight [576, 1536] q4_1
+kernels
+  in the artifact                   added: linear_q8_0
+  model.layers.*.mlp.down_proj (4)  linear_q4_1 → linear_q8_0
+memory
+  weights  3.4 MiB → 4.9 MiB; +1.5 MiB (+43 %)
+  total    10.9 MiB → 12.4 MiB; +1.5 MiB (+14 %)
+decisions
+  select_kernels model.layers.*.mlp.down_proj  linear_q4_1 → linear_q8_0"""
+    )
+
+
+def test_the_order_of_a_fused_weight(before: Plan, after: Plan) -> None:
+    for weight in weights(after, "2.self_attn.qkv"):
+        weight["recipe"]["source"]["parts"].reverse()
+    assert text(before, after) == (
+        "recipes\n  model.layers.2.self_attn.qkv_proj  concat: order "
+        "[blk.*.attn_q.weight, blk.*.attn_k.weight, blk.*.attn_v.weight] → "
+        "[blk.*.attn_v.weight, blk.*.attn_k.weight, blk.*.attn_q.weight]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (pack(read("blk.1.ffn_down.weight", [576, 1536], "q4_1"), "raw"), "pack: layout tile16 → raw"),
+        (
+            pack(read("blk.1.ffn_up.weight", [576, 1536], "q4_1")),
+            "read blk.*.ffn_down.weight [576, 1536] q4_1 → read blk.*.ffn_up.weight [576, 1536] q4_1",
+        ),
+        (
+            read("blk.1.ffn_down.weight", [576, 1536], "q4_1"),
+            "removed: pack layout tile16, over read blk.*.ffn_down.weight",
+        ),
+        (
+            pack({"op": "constant", "values": [1.0]}),
+            "read blk.*.ffn_down.weight [576, 1536] q4_1 → constant values [1.0]",
+        ),
+    ],
+)
+def test_the_step_at_which_a_recipe_departs(before: Plan, after: Plan, recipe: Plan, words: str) -> None:
+    for weight in weights(after, "1.mlp.down_proj"):
+        weight["recipe"] = recipe
+    assert text(before, after).startswith(f"recipes\n  model.layers.1.mlp.down_proj  {words}")
+
+
+def test_parts_and_fields_inside_a_recipe(before: Plan, after: Plan) -> None:
+    for weight in weights(after, "qkv_proj"):
+        weight["recipe"]["source"]["parts"][0]["heads"] = 3
+    assert text(before, after) == "recipes\n  model.layers.*.self_attn.qkv_proj (4)  halves_from_pairs: heads 9 → 3"
+    for weight in weights(after, "qkv_proj"):
+        del weight["recipe"]["source"]["parts"][1:]
+    assert (
+        "concat: parts [blk.*.attn_q.weight, blk.*.attn_k.weight, blk.*.attn_v.weight] → [blk.*.attn_q.weight]"
+        in text(before, after)
+    )
+
+
+def test_a_rope_table_names_the_first_value(before: Plan, after: Plan) -> None:
+    for plan, base in ((before, 10_000.0), (after, 100_000.0)):
+        values = [base ** (-i / 32) for i in range(32)]
+        weight = copy.deepcopy(plan["weights"][-1]) | {"name": "rope", "recipe": {"op": "constant", "values": values}}
+        plan["weights"].append(weight)
+    assert "rope  constant: values [1] 0.749" in text(before, after)
+    assert ", 31 of 32 differ" in text(before, after)
+
+
+def test_weights_added_and_moved(before: Plan, after: Plan) -> None:
+    extra = copy.deepcopy(after["weights"][0]) | {"name": "lm_head", "bytes": 2048}
+    after["weights"].insert(0, extra)
+    for weight in after["weights"][1:]:
+        weight["offset"] += 2048
+    assert text(before, after) == (
+        "weights\n"
+        "  lm_head              added: q4_1 960×576 tile16; 2.0 KiB\n"
+        "  9 of 9 kept weights  lie at other offsets in the file"
+    )
+
+
+def test_buckets_and_launches(before: Plan, after: Plan) -> None:
+    after["graphs"].append({"name": "decode.4", "phase": "decode", "rows": 4, "launches": []})
+    for launch in launches(after, "qkv_proj"):
+        launch["args"]["bias"] = 1
+    after["graphs"][0]["launches"].insert(0, {"kernel": "quantize_x8", "op": "model.embed", "args": {}})
+    after["graphs"][1]["launches"][2]["args"]["y"] = ["arena", 64]
+    swapped = after["graphs"][1]["launches"]
+    swapped[0], swapped[1] = swapped[1], swapped[0]
+    assert (
+        text(before, after)
+        == """\
+graphs
+  prefill.256                            prefill of up to 256 rows, 9 launches → prefill of up to 256 rows, 10 launches
+  decode.4                               added: decode of up to 4 rows, 0 launches
+  model.embed                            added: quantize_x8; in prefill.256
+  model.layers.*.self_attn.qkv_proj (4)  bias 0 → bias 1
+  launch order                           differ in decode.1
+  addresses                              differ in decode.1"""
+    )
+
+
+def test_memory_buffers_generation_and_unknown_sections(before: Plan, after: Plan) -> None:
+    after["memory"]["kv"]["dtype"] = "f32"
+    after["memory"]["buffers"][0]["bytes"] += 64
+    after["memory"]["buffers"][1]["offset"] = 128
+    after["generation"]["eos_token_ids"] = [2, 7]
+    after["tokenizer"] = {"kind": "bpe"}
+    after["tapeout_version"] = "0.2.0"
+    after["model"]["config"]["hidden_size"] = 577
+    assert (
+        text(before, after)
+        == """\
+version
+  tapeout_version  0.1.0 → 0.2.0
+model
+  config.hidden_size  576 → 577
+memory
+  kv.dtype         f16 → f32
+  buffers resized  1: hidden in prefill.256
+  buffers moved    1: hidden in decode.1
+generation
+  eos_token_ids  [2] → [2, 7]
+tokenizer
+  kind  added: bpe"""
+    )
+
+
+def test_decisions(before: Plan, after: Plan) -> None:
+    after["decisions"][0]["evidence"] = {"bytes": 1}
+    del after["decisions"][1]
+    after["decisions"].append({"pass": "fuse_weights", "subject": "qkv", "choice": "fused", "reason": "one input"})
+    assert (
+        text(before, after)
+        == """\
+decisions
+  select_kernels model.layers.*.mlp.down_proj  linear_q4_1 as before, but evidence (bytes 552960 → 1, weights 4 → -) changed
+  plan_memory kv_pool                          removed: f16, pages of 32 tokens
+  fuse_weights qkv                             added: fused; because one input"""
+    )
+
+
+def test_output_stays_short_for_many_layers(before: Plan, after: Plan) -> None:
+    for plan in (before, after):
+        one = next(weights(plan, "0.mlp.down_proj"))
+        plan["weights"] = [copy.deepcopy(one) | {"name": f"model.layers.{i}.mlp.down_proj"} for i in range(60)]
+    for weight in after["weights"][10:40]:
+        weight["format"] = "q8_0"
+    lines = text(before, after).splitlines()
+    assert len(lines) == 2 and "model.layers.*.mlp.down_proj (30 of 60: 10-39)" in lines[1]
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list) and value:
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from _paths(value[key], (*path, key))
+    else:
+        yield path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_changed_leaf_is_reported(before: Plan, seed: int) -> None:
+    """No change is silent, wherever in the plan it is."""
+    rng = random.Random(seed)
+    paths = [path for path in _paths(before) if path != ("format_version",)]
+    for path in rng.sample(paths, 40):
+        after = example_plan()
+        node: Any = after
+        for key in path[:-1]:
+            node = node[key]
+        old = node[path[-1]]
+        node[path[-1]] = old + 1 if isinstance(old, int | float) else f"{old}x"
+        if path[-1] in ("name", "graph", "op") or (path[-1] == 0 and isinstance(old, str)):
+            continue  # renaming makes something else of it; covered above
+        assert text(before, after), path
