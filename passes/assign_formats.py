@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.recipes import Convert, Recipe
 from tapeout.compiler.spec import Quantization
-from tapeout.compiler.stages import Conversion, Decision, LogicalModel, QuantizedModel, merge_decisions
+from tapeout.compiler.stages import Conversion, Decision, LogicalModel, QuantizedModel, generalize, merge_decisions
 from tapeout.runtime.errors import TapeoutError
 
 # What a default gives way to where its blocks do not divide a row: the smallest that is at least as exact.
@@ -17,6 +19,7 @@ def assign_formats(logical: LogicalModel, quantization: Quantization) -> Quantiz
     recipes: list[tuple[str, Recipe]] = []
     conversions: list[Conversion] = []
     decisions: list[Decision] = []
+    _check_rules(logical, quantization)
     for name, recipe in logical.recipes:
         if len(recipe.shape) == 1:
             recipes.append((name, recipe))
@@ -30,6 +33,15 @@ def assign_formats(logical: LogicalModel, quantization: Quantization) -> Quantiz
         else:
             recipes.append((name, recipe))
     return QuantizedModel(logical, tuple(recipes), tuple(conversions), merge_decisions(decisions))
+
+
+def _check_rules(logical: LogicalModel, quantization: Quantization) -> None:
+    """A rule that names no weight is a mistake, most likely a misspelt glob."""
+    matrices = [name for name, recipe in logical.recipes if len(recipe.shape) == 2]
+    for index, rule in enumerate(quantization.rules):
+        if not any(fnmatchcase(name, rule.match) for name in matrices):
+            known = ", ".join(dict.fromkeys(generalize(name) for name in matrices))
+            raise TapeoutError(f"quantization.rules[{index}] {rule.match} matches no weight; weights are {known}")
 
 
 def _choose(name: str, recipe: Recipe, wanted: str, rule: str, quantization: Quantization) -> Decision:

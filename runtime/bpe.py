@@ -356,7 +356,8 @@ class _Scores:
 
     def _rank(self, left: bytes, right: bytes) -> int:
         token = self._index.find(left + right)
-        return self._priorities[token] if token >= 0 else -1
+        priority = self._priorities[token] if token >= 0 else LOW
+        return priority if priority != LOW else -1
 
     def _join(self, left: bytes, right: bytes, _rank: int) -> bytes:
         return left + right

@@ -19,6 +19,7 @@ from tapeout.compiler.recipes import (
     Concat,
     Constant,
     Convert,
+    Divide,
     HalvesFromPairs,
     Pack,
     Read,
@@ -87,6 +88,9 @@ class Evaluator:
                 return self._convert(recipe, start, stop, errors)
             case AddOne():
                 return (self.rows(recipe.source, start, stop, errors).view("<f4") + np.float32(1)).view(np.uint8)
+            case Divide():
+                over, under = (self.rows(part, start, stop, errors).view("<f4") for part in recipe.inputs)
+                return (over / under).view(np.uint8)
             case Constant():
                 return np.array(recipe.values[start:stop], "<f4").view(np.uint8).reshape(-1, 4)
             case Pack() | _:

@@ -36,11 +36,12 @@ static void fifth_bits(const uint8_t *restrict qh, uint8_t *restrict codes) {
     uint32_t bits = u32(qh);
     for (int i = 0; i < 32; i++) codes[i] |= (uint8_t)(((bits >> i) & 1) << 4);
 }
-static void take_q4_0(const uint8_t *restrict b, parts *restrict to) { nibbles(b + 2, to->codes); }
-static void take_q4_1(const uint8_t *restrict b, parts *restrict to) { nibbles(b + 4, to->codes); }
-static void take_q5_0(const uint8_t *restrict b, parts *restrict to) { nibbles(b + 6, to->codes), fifth_bits(b + 2, to->codes); }
-static void take_q5_1(const uint8_t *restrict b, parts *restrict to) { nibbles(b + 8, to->codes), fifth_bits(b + 4, to->codes); }
-static void take_q8_0(const uint8_t *restrict b, parts *restrict to) {
+#define TAKE(name) static void take_##name(const uint8_t *restrict b, parts *restrict to)
+TAKE(q4_0) { nibbles(b + 2, to->codes); }
+TAKE(q4_1) { nibbles(b + 4, to->codes); }
+TAKE(q5_0) { nibbles(b + 6, to->codes), fifth_bits(b + 2, to->codes); }
+TAKE(q5_1) { nibbles(b + 8, to->codes), fifth_bits(b + 4, to->codes); }
+TAKE(q8_0) {
     for (int i = 0; i < 32; i++) to->codes[i] = b[2 + i] ^ 0x80;
 }
 
@@ -51,12 +52,12 @@ static void two_bits(const uint8_t *restrict qs, uint8_t *restrict codes, int at
             for (int l = 0; l < 32; l++)
                 codes[128 * n + 32 * k + l] |= (uint8_t)(((qs[32 * n + l] >> (2 * k)) & 3) << at);
 }
-static void take_q2_k(const uint8_t *restrict b, parts *restrict to) {
+TAKE(q2_k) {
     for (int g = 0; g < 16; g++) to->sub[g] = b[g] & 15, to->submin[g] = b[g] >> 4;
     memset(to->codes, 0, SUPER);
     two_bits(b + 16, to->codes, 0);
 }
-static void take_q3_k(const uint8_t *restrict b, parts *restrict to) {
+TAKE(q3_k) {
     const uint8_t *scales = b + 96;
     for (int g = 0; g < 16; g++) {
         int low = (scales[g % 8] >> (4 * (g / 8))) & 15, high = (scales[8 + g % 4] >> (2 * (g / 4))) & 3;
@@ -80,13 +81,13 @@ static void nibbles_64(const uint8_t *restrict qs, uint8_t *restrict codes) {
             codes[64 * c + 32 + l] = qs[32 * c + l] >> 4;
         }
 }
-static void take_q4_k(const uint8_t *restrict b, parts *restrict to) { six_bit_pairs(b + 4, to), nibbles_64(b + 16, to->codes); }
-static void take_q5_k(const uint8_t *restrict b, parts *restrict to) {
+TAKE(q4_k) { six_bit_pairs(b + 4, to), nibbles_64(b + 16, to->codes); }
+TAKE(q5_k) {
     six_bit_pairs(b + 4, to), nibbles_64(b + 48, to->codes);
     for (int s = 0; s < 8; s++)
         for (int l = 0; l < 32; l++) to->codes[32 * s + l] |= (uint8_t)(((b[16 + l] >> s) & 1) << 4);
 }
-static void take_q6_k(const uint8_t *restrict b, parts *restrict to) {
+TAKE(q6_k) {
     for (int n = 0; n < 2; n++)
         for (int l = 0; l < 64; l++) {
             to->codes[128 * n + l] = b[64 * n + l] & 15;
@@ -133,7 +134,8 @@ INLINE void transpose_4x4(const uint8_t *from, int64_t stride, uint8_t *to, int6
     four ac_low = __builtin_shufflevector(a, c, 0, 4, 1, 5), ac_high = __builtin_shufflevector(a, c, 2, 6, 3, 7);
     four bd_low = __builtin_shufflevector(b, d, 0, 4, 1, 5), bd_high = __builtin_shufflevector(b, d, 2, 6, 3, 7);
     a = __builtin_shufflevector(ac_low, bd_low, 0, 4, 1, 5), b = __builtin_shufflevector(ac_low, bd_low, 2, 6, 3, 7);
-    c = __builtin_shufflevector(ac_high, bd_high, 0, 4, 1, 5), d = __builtin_shufflevector(ac_high, bd_high, 2, 6, 3, 7);
+    c = __builtin_shufflevector(ac_high, bd_high, 0, 4, 1, 5);
+    d = __builtin_shufflevector(ac_high, bd_high, 2, 6, 3, 7);
     memcpy(to, &a, 16), memcpy(to + to_stride, &b, 16);
     memcpy(to + 2 * to_stride, &c, 16), memcpy(to + 3 * to_stride, &d, 16);
 }
@@ -307,7 +309,8 @@ static void add_error(const float *x, const float *y, int n, double *sums) {
  * becomes the largest |x - x'|. */
 void tp_error(int id, const float *x, const uint8_t *data, int64_t n, double *sums) {
     float values[SUPER] = {0}, decoded[SUPER] = {0};
-    int block = is_float(id) ? 1 : formats[id].super, block_bytes = is_float(id) ? float_bytes(id) : formats[id].block_bytes;
+    int block = is_float(id) ? 1 : formats[id].super;
+    int block_bytes = is_float(id) ? float_bytes(id) : formats[id].block_bytes;
     for (int64_t i = 0; i < n; i += SUPER) {
         int live = n - i < SUPER ? (int)(n - i) : SUPER;
         tp_decode(id, data + i / block * block_bytes, decoded, 1, live);

@@ -13,11 +13,10 @@ from tapeout.compiler.tokenizers.generation import Json, end_tokens, generation,
 from tapeout.compiler.tokenizers.gguf import byte_texts, merge_ids
 from tapeout.compiler.tokenizers.model import Ints, NotTabled, TokenizerModel
 from tapeout.compiler.tokenizers.pretokenizers import GPT2
-from tapeout.runtime.bpe import BYTE, CONTROL, NORMAL, SPACE, UNUSED, USER_DEFINED
+from tapeout.runtime.bpe import BYTE, CONTROL, LOW, NORMAL, SPACE, UNUSED, USER_DEFINED
 from tapeout.runtime.errors import TapeoutError
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
-WORST = 1 << 30
 FLAGS = ("single_word", "lstrip", "rstrip")
 
 
@@ -191,11 +190,15 @@ def _priorities(tokens: Sequence[str], merges: Ints) -> Ints:
         raise NotTabled("its merges of one token do not stand together, so no scores of tokens explain them")
     counts = np.bincount(results, minlength=len(tokens))
     known = set(tokens)
-    for token in np.unique(results).tolist():
+    made = np.unique(results).tolist()
+    unknown = set("".join(tokens[token] for token in made)) - known
+    if unknown:
+        raise NotTabled(f"its merges use the character {min(unknown)!r}, which is no token")
+    for token in made:
         text = tokens[token]
         splits = sum(text[:at] in known and text[at:] in known for at in range(1, len(text)))
         if splits != counts[token]:
             raise NotTabled(f"its merges leave out a way to make {text!r}, so no scores of tokens explain them")
-    priorities = np.full(len(tokens), WORST, np.int64)
+    priorities = np.full(len(tokens), LOW, np.int64)
     priorities[results[changes]] = np.arange(len(changes))
     return priorities

@@ -29,7 +29,8 @@ class TokenizerModel:
       SentencePiece ones, plain text for special ones;
     - ``types``: GGUF token types: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte;
     - ``merges``: byte_level: [count, 3] ids (left, right, joined), in order of rank;
-    - ``priorities``: sentencepiece: for each id, 0 for the best score, equal for equal scores;
+    - ``priorities``: sentencepiece: for each id, 0 for the best score, equal for equal scores, 2**32 - 1 for what
+      merging never makes;
     - ``split``: regular expressions that cut the text into words, one after the other, in the syntax of
       tokenizer.json files (``\\p{L}`` and so on);
     - ``whole_words``: a word that is a token is taken whole, whatever merging would give (``ignore_merges``);

@@ -101,8 +101,8 @@ def emit(source: Path, out: Path, to: str, jobs: int) -> None:
     print(json.dumps({"seconds": seconds, "peak_rss": peak, "relative_rms": worst, "bytes": report.nbytes}))
 
 
-def run_child(command: list[str], out: Path) -> tuple[float, int, float]:
-    """Seconds, peak RSS in bytes, and the worst relative error if the child reports one."""
+def run_child(command: list[str], out: Path) -> tuple[float, float, int, float]:
+    """Seconds, processor seconds, peak RSS in bytes, and the worst relative error if the child reports one."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -113,7 +113,8 @@ def run_child(command: list[str], out: Path) -> tuple[float, int, float]:
         raise SystemExit(f"{' '.join(command)} failed:\n{text[-2000:]}")
     out.unlink(missing_ok=True)
     reported = json.loads(text) if text.startswith("{") else {}
-    return reported.get("seconds", seconds), usage.ru_maxrss * 1024, reported.get("relative_rms", 0.0)
+    processor = usage.ru_utime + usage.ru_stime
+    return reported.get("seconds", seconds), processor, usage.ru_maxrss * 1024, reported.get("relative_rms", 0.0)
 
 
 def bench(args: argparse.Namespace, folder: Path) -> None:
@@ -121,7 +122,7 @@ def bench(args: argparse.Namespace, folder: Path) -> None:
     subprocess.run([sys.executable, __file__, "--generate", str(source), "--gb", str(args.gb)], check=True)
     size = source.stat().st_size
     print(f"source: {size / 1e9:.2f} GB BF16, {args.jobs} workers, {args.reps} runs each")
-    rows: dict[str, list[tuple[float, int, float]]] = {}
+    rows: dict[str, list[tuple[float, float, int, float]]] = {}
     for _ in range(args.reps):
         rows.setdefault("cp", []).append(run_child(["cp", str(source), str(out)], out))
         for to in args.formats.split(","):
@@ -141,11 +142,12 @@ def bench(args: argparse.Namespace, folder: Path) -> None:
             if args.llama_quantize:
                 theirs = [args.llama_quantize, "--pure", str(source), str(out), LLAMA_TYPES[to], str(args.jobs)]
                 rows.setdefault(f"llama-quantize {to}", []).append(run_child(theirs, out))
-    print(f"{'':24}{'s':>8}{'MB/s':>8}{'RSS MB':>8}{'rel. RMS':>10}")
+    print(f"{'':24}{'s':>8}{'MB/s':>8}{'CPU s':>8}{'RSS MB':>8}{'rel. RMS':>10}")
     for name, runs in rows.items():
-        seconds, peak = statistics.median(run[0] for run in runs), max(run[1] for run in runs)
-        error = f"{runs[0][2]:10.5f}" if runs[0][2] else ""
-        print(f"{name:24}{seconds:8.2f}{size / seconds / 1e6:8.0f}{peak / 1e6:8.0f}{error}")
+        seconds, processor = (statistics.median(run[at] for run in runs) for at in (0, 1))
+        peak = max(run[2] for run in runs)
+        error = f"{runs[0][3]:10.5f}" if runs[0][3] else ""
+        print(f"{name:24}{seconds:8.2f}{size / seconds / 1e6:8.0f}{processor:8.2f}{peak / 1e6:8.0f}{error}")
 
 
 def main() -> None:

@@ -13,7 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 SOURCES = Path(__file__).parents[2] / "compiler" / "kernels" / "cpu"
-TARGETS = {"x86_64_v3": "x86_64_v3", "x86_64_v4": "x86_64_v4+avx512vnni"}
+TARGETS = {
+    "x86_64_v3": "x86_64_v3",
+    "x86_64_v4": "x86_64_v4+avx512vnni",
+    "x86_64_amx": "x86_64_v4+avx512vnni+amx_tile+amx_int8",
+}
 SCRATCH = 256 * 1024
 
 
@@ -43,11 +47,19 @@ class Kernel(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("tasks", _TASKS), ("run", _RUN)]
 
 
+_FLAGS = {
+    "x86_64_v3": ("avx2", "fma", "f16c"),
+    "x86_64_v4": ("avx512_vnni", "avx512bw", "avx512vl"),
+    "x86_64_amx": ("avx512_vnni", "avx512bw", "avx512vl", "amx_tile", "amx_int8"),
+}
+
+
 def supported(target: str) -> bool:
-    """Whether this machine runs code of the target."""
+    """Whether this machine runs code of the target; asks Linux for the use of tile registers where it needs them."""
     flags = Path("/proc/cpuinfo").read_text()
-    need = ("avx2", "fma", "f16c") if target == "x86_64_v3" else ("avx512_vnni", "avx512bw", "avx512vl")
-    return all(flag in flags for flag in need)
+    if not all(flag in flags for flag in _FLAGS[target]):
+        return False
+    return target != "x86_64_amx" or ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0  # arch_prctl(REQ_XCOMP_PERM)
 
 
 def build(sources: list[tuple[str, str]], target: str, folder: Path) -> Path:
@@ -99,9 +111,10 @@ def launch(*values: int | float | npt.NDArray | None) -> Launch:
     return out
 
 
-def run(kernel: Kernel, call: Launch, step: Step, order: npt.ArrayLike | None = None) -> None:
-    """Run all tasks of one launch on this thread, in the given order of fractions (see numpy.argsort) or ascending."""
+def run(kernel: Kernel, call: Launch, step: Step, shuffled: bool = False) -> None:
+    """Run all tasks of one launch on this thread, in ascending or in some other order."""
     scratch = aligned(np.full(SCRATCH, 0xFF, np.uint8))
-    tasks = range(kernel.tasks(call, step)) if order is None else np.random.default_rng(0).permutation(kernel.tasks(call, step))
+    count = kernel.tasks(call, step)
+    tasks = np.random.default_rng(0).permutation(count) if shuffled else range(count)
     for task in tasks:
         kernel.run(call, step, int(task), scratch.ctypes.data)

@@ -191,14 +191,14 @@ tokenizer
 
 
 def test_decisions(before: Plan, after: Plan) -> None:
-    after["decisions"][0]["evidence"] = {"bytes": 1}
+    after["decisions"][0]["evidence"] = {"bytes": 1, "weights": 4}
     del after["decisions"][1]
     after["decisions"].append({"pass": "fuse_weights", "subject": "qkv", "choice": "fused", "reason": "one input"})
     assert (
         text(before, after)
         == """\
 decisions
-  select_kernels model.layers.*.mlp.down_proj  linear_q4_1 as before, but evidence (bytes 552960 → 1, weights 4 → -) changed
+  select_kernels model.layers.*.mlp.down_proj  linear_q4_1 as before, but evidence (bytes 552960 → 1) changed
   plan_memory kv_pool                          removed: f16, pages of 32 tokens
   fuse_weights qkv                             added: fused; because one input"""
     )

@@ -119,6 +119,11 @@ def test_requantizing_can_be_forbidden() -> None:
         compile_tiny(source, forbidden)
 
 
+def test_a_rule_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(TapeoutError, match=r"rules\[0\] \*\.v_porj matches no weight; weights are model\.embed_tokens"):
+        compile_tiny(quantization=Quantization(rules=(Rule(match="*.v_porj", format="q8_0"),)))
+
+
 # -- fuse_weights
 
 

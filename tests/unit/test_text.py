@@ -139,7 +139,7 @@ def test_the_generation_block_is_its_content() -> None:
     ],
 )
 def test_a_bad_template_ends_in_one_sentence(template: str, says: str) -> None:
-    with pytest.raises(TapeoutError, match="^the chat template of the model") as raised:
+    with pytest.raises(TapeoutError, match=r"^the chat template of the model") as raised:
         chat(template)
     assert says in str(raised.value)
 
@@ -147,7 +147,7 @@ def test_a_bad_template_ends_in_one_sentence(template: str, says: str) -> None:
 def test_a_template_that_runs_for_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tapeout.runtime.chat.LONGEST_SECONDS", 0.1)
     loops = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(TapeoutError, match="ran longer than 0.1 s"):
+    with pytest.raises(TapeoutError, match=r"ran longer than 0\.1 s"):
         chat(loops)
 
 

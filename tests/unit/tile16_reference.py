@@ -68,7 +68,15 @@ def random_rows(name: str, n: int, k: int, rng: np.random.Generator, codes: str 
 
 
 def _float16_fields(name: str) -> tuple[int, ...]:
-    return {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,)}.get(name, (0,))
+    return {
+        "q4_1": (0, 2),
+        "q5_1": (0, 2),
+        "q4_k": (0, 2),
+        "q5_k": (0, 2),
+        "q2_k": (80, 82),
+        "q3_k": (108,),
+        "q6_k": (208,),
+    }.get(name, (0,))
 
 
 def _f16(raw: U8, at: int) -> npt.NDArray[np.float16]:
@@ -86,7 +94,9 @@ def take_apart(name: str, raw: U8) -> Fields:
     n, (size, width) = len(raw), block_size(name)
     parts = (_legacy if size == 32 else _k_quant)(name, raw.reshape(-1, width))
     bits, group = {"q2_k": (2, 16), "q3_k": (3, 16), "q6_k": (6, 16)}.get(name, (int(name[1]), 32))
-    return Fields(bits, group, size, **{key: np.ascontiguousarray(value.reshape(n, -1)) for key, value in parts.items()})
+    return Fields(
+        bits, group, size, **{key: np.ascontiguousarray(value.reshape(n, -1)) for key, value in parts.items()}
+    )
 
 
 def _legacy(name: str, b: U8) -> dict[str, npt.NDArray]:
@@ -104,12 +114,26 @@ def _legacy(name: str, b: U8) -> dict[str, npt.NDArray]:
 
 def _k_quant(name: str, b: U8) -> dict[str, npt.NDArray]:
     if name == "q2_k":
-        return {"sub": (b[:, :16] & 15).astype(np.int8), "submin": b[:, :16] >> 4, "codes": _bits(b[:, 16:80], 2, 32), "d": _f16(b, 80), "dmin": _f16(b, 82)}
+        return {
+            "sub": (b[:, :16] & 15).astype(np.int8),
+            "submin": b[:, :16] >> 4,
+            "codes": _bits(b[:, 16:80], 2, 32),
+            "d": _f16(b, 80),
+            "dmin": _f16(b, 82),
+        }
     if name == "q3_k":
         sub = _bits(b[:, 96:104], 4, 8) | _bits(b[:, 104:108], 2, 4) << 4
-        return {"sub": sub.astype(np.int8) - np.int8(32), "codes": _bits(b[:, 32:96], 2, 32) | _bits(b[:, :32], 1, 32) << 2, "d": _f16(b, 108)}
+        return {
+            "sub": sub.astype(np.int8) - np.int8(32),
+            "codes": _bits(b[:, 32:96], 2, 32) | _bits(b[:, :32], 1, 32) << 2,
+            "d": _f16(b, 108),
+        }
     if name == "q6_k":
-        return {"codes": _bits(b[:, :128], 4, 64) | _bits(b[:, 128:192], 2, 32) << 4, "sub": b[:, 192:208].view(np.int8), "d": _f16(b, 208)}
+        return {
+            "codes": _bits(b[:, :128], 4, 64) | _bits(b[:, 128:192], 2, 32) << 4,
+            "sub": b[:, 192:208].view(np.int8),
+            "d": _f16(b, 208),
+        }
     s, m, both = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     sub = np.hstack([s & 63, both & 15 | s >> 2 & 48]).astype(np.int8)
     submin = np.hstack([m & 63, both >> 4 | m >> 2 & 48])
@@ -160,7 +184,9 @@ def _planes(bits: int, codes: U8) -> bytes:
         low = 4
     if bits - low >= 2:
         field = [s >> low & 3 for s in step]
-        out += b"".join((field[p] | field[p + 2] << 2 | field[p + 4] << 4 | field[p + 6] << 6).tobytes() for p in range(2))
+        out += b"".join(
+            (field[p] | field[p + 2] << 2 | field[p + 4] << 4 | field[p + 6] << 6).tobytes() for p in range(2)
+        )
         low += 2
     if bits - low == 1:
         line = sum((s >> low & 1).astype(np.uint8) << i for i, s in enumerate(step))

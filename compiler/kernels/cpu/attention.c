@@ -122,9 +122,10 @@ TP_INLINE void soften(const block *b, int v, int width) {
     b->sum[v] += tp_wide_sum(sum);
 }
 
-/* Asks for a piece of the next page while this one is worked on; pages are too short for the hardware to foresee. */
-static void prefetch(const kv_t *from, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64 / (int64_t)sizeof(kv_t)) _mm_prefetch((const char *)(from + i), _MM_HINT_T0);
+/* Asks for the start of the next page's piece while this one is worked on; the hardware foresees the rest of it. */
+static void prefetch(const kv_t *from, int count) {
+    const char *start = (const char *)from;
+    for (int i = 0; i < tp_min(2048, count * (int)sizeof(kv_t)); i += 64) _mm_prefetch(start + i, _MM_HINT_T0);
 }
 
 /* Keys [first, last) of a stretch, read from the pages. */
@@ -185,7 +186,8 @@ static void finish(const block *b, const tp_launch *l, int split) {
         const float *out = b->out + (int64_t)v * a->d;
         if (split < 0) {
             float *y = TP_PTR(float, l, 2) + (row * a->heads + head) * a->d;
-            for (int i = 0; i < a->d; i++) y[i] = out[i] / b->sum[v];
+            const float inverse = 1.0f / b->sum[v];
+            for (int i = 0; i < a->d; i++) y[i] = out[i] * inverse;
         } else {
             float *part = TP_PTR(float, l, 10) + ((row * a->heads + head) * TP_SPLITS + split) * tp_part_floats(a->d);
             memcpy(part, out, (size_t)a->d * sizeof(float));

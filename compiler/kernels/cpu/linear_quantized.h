@@ -151,12 +151,77 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
     }
 }
 
+#ifdef __AMX_INT8__
+/* The same with the tile unit: one instruction multiplies 16 rows of activations with a group of 16 weight rows. The
+ * products of a group are made while those of the group before are scaled and added. */
+enum { amx_product, amx_rows = amx_product + 4, amx_codes, amx_block = 64 };
+
+TP_INLINE void amx_configure(void) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } c = { .palette = 1 };
+    for (int i = amx_product; i < amx_rows; i++) c.bytes[i] = 64, c.rows[i] = 16;
+    c.bytes[amx_rows] = 32 / TP_HALVES, c.rows[amx_rows] = 16;
+    c.bytes[amx_codes] = 64, c.rows[amx_codes] = 8 / TP_HALVES;
+    __builtin_ia32_tile_loadconfig(&c);
+}
+
+/* Exact products of half h of a group with rows t .. t + 15, as int32 [16 rows][16]. */
+#define TP_AMX_PRODUCT(t, codes, x, h, out)                                                \
+    if (t < rows) {                                                                        \
+        __builtin_ia32_tilezero(amx_product + t / 16);                                     \
+        __builtin_ia32_tileloadd64(amx_rows, (x) + t * 32 + (h) * TP_GROUP, 32);           \
+        __builtin_ia32_tdpbssd(amx_product + t / 16, amx_rows, amx_codes);                 \
+        __builtin_ia32_tilestored64(amx_product + t / 16, (out) + t * TP_TILE, 64);        \
+    }
+
+TP_INLINE void amx_products(const tile16_group *w, int rows, const int8_t *x, int32_t (*out)[amx_block * TP_TILE]) {
+    vb codes[8];
+    TP_UNROLL for (int s = 0; s < 8; s++) codes[s] = w->codes[s] - (vb)vi_all(TP_ZERO * 0x01010101);
+    TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
+        __builtin_ia32_tileloadd64(amx_codes, codes + h * (8 / TP_HALVES), 64);
+        TP_AMX_PRODUCT(0, codes, x, h, out[h])
+        TP_AMX_PRODUCT(16, codes, x, h, out[h])
+        TP_AMX_PRODUCT(32, codes, x, h, out[h])
+        TP_AMX_PRODUCT(48, codes, x, h, out[h])
+    }
+}
+
+TP_FN void multiply_amx(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
+    int32_t exact[2][TP_HALVES][amx_block * TP_TILE] __attribute__((aligned(64)));
+    tile16_group group[2];
+    amx_configure();
+    for (int64_t g = 0; g <= groups; g++) {
+        if (g < groups) {
+            tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), 0, &group[g & 1]);
+            amx_products(&group[g & 1], x->rows, x->codes + g * x->cap * 32, exact[g & 1]);
+        }
+        if (g == 0) continue;
+        const tile16_group *last = &group[(g - 1) & 1];
+        const float *scale = x->scale + (g - 1) * x->cap;
+        const side *at = x->side + (g - 1) * x->rows * TP_HALVES;
+        for (int t = 0; t < x->rows; t++) {
+            vf product = { 0 };
+            TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
+                vf part = vf_from_int(*(const vi *)(exact[(g - 1) & 1][h] + t * TP_TILE));
+                product = h ? vf_fma(part, last->scale[h], product) : part * last->scale[h];
+            }
+            float *sum = sums + t * TP_TILE;
+            vf_store(sum, add_product(vf_load(sum), product, last, scale[t], at + t * TP_HALVES));
+        }
+    }
+    __builtin_ia32_tilerelease();
+}
+#endif
+
 /* Add the products of elements k0 .. k1 into sums[tile][rows][16] for `tiles` tiles. */
 TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
     int64_t groups = (k1 - k0) / 32, skip = TP_TILE_BYTES(k0);
     int64_t stride = (int64_t)x->rows * TP_TILE;
     for (int n = 0; n < tiles; n++, sums += stride) {
         if (x->rows == 1) multiply_one(w[n] + skip, groups, x, sums);
+#ifdef __AMX_INT8__
+        /* tiles of activations are read whole: up to 15 rows more, which must still lie in the x8 buffer */
+        else if (x->rows > 4 && groups * x->cap >= 64) multiply_amx(w[n] + skip, groups, x, sums);
+#endif
         else
             for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n] + skip, u, groups, x, sums + u * TP_WIDTH);
     }

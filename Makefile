@@ -1,0 +1,41 @@
+# Two commands: `make demo` compiles a model and chats with it, `make test` checks everything.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := artifacts/smollm2-135m-cpu
+PROMPT ?= Why is the sky blue? Answer in one sentence.
+
+.PHONY: demo test lint install-demo install-test clean
+
+demo: install-demo
+	$(BIN)/tapeout compile specs/smollm2-135m-cpu.yaml -o $(DEMO) --force
+	$(BIN)/tapeout run $(DEMO) --chat --prompt "$(PROMPT)"
+
+test: install-test lint
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# pyright does not follow editable installs, so it reads the packages through links
+lint: install-test
+	mkdir -p build/types/tapeout
+	for package in compiler passes runtime specs; do ln -sfn ../../../$$package build/types/tapeout/$$package; done
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tapeout needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[compiler]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml tests/constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[compiler,verify,dev]'
+	touch $@ $(VENV)/.demo
+
+install-demo: $(VENV)/.demo
+install-test: $(VENV)/.test
+
+clean:
+	rm -rf $(VENV) build artifacts/smollm2-135m-cpu *.egg-info
