@@ -14,10 +14,9 @@ demo: install-demo
 test: install-test lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# pyright does not follow editable installs, so it reads the packages through links
+# pyright follows neither editable installs nor links to folders, so it reads a copy laid out as the packages are
 lint: install-test
-	mkdir -p build/types/tapeout
-	for package in compiler passes runtime specs; do ln -sfn ../../../$$package build/types/tapeout/$$package; done
+	rm -rf build/types && mkdir -p build/types/tapeout && cp -R compiler passes runtime specs build/types/tapeout
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python

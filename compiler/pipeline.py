@@ -106,7 +106,8 @@ def _graph(infos: list[PassInfo]) -> nx.DiGraph[str]:
         graph.add_node(info.name)
         graph.add_edges_from((writers[kind], info.name) for _, kind in info.reads if kind in writers)
     if not nx.is_directed_acyclic_graph(graph):
-        cycle = " -> ".join(edge[0] for edge in nx.find_cycle(graph))
+        edges: list[tuple[str, str]] = cast(Any, nx).find_cycle(graph)
+        cycle = " -> ".join(first for first, _ in edges)
         raise ValueError(f"the passes form a cycle: {cycle}")
     return graph
 

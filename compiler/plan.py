@@ -28,8 +28,15 @@ Json = dict[str, Any]
 class ConversionErrors(Protocol):
     """The error of one converted weight against the original."""
 
-    relative_rms: float
-    max_abs: float
+    @property
+    def relative_rms(self) -> float:
+        """Root mean square of the error over that of the original."""
+        ...
+
+    @property
+    def max_abs(self) -> float:
+        """Largest error of any element."""
+        ...
 
 
 def build_plan(

@@ -42,7 +42,8 @@ def _architectures(model: Model, checkpoint: Checkpoint) -> list[str]:
         return [model.family]
     if checkpoint.container == "gguf":
         return [str(checkpoint.config.get("general.architecture", ""))]
-    return [str(name) for name in checkpoint.config.get("architectures") or []]
+    listed: list[Any] = checkpoint.config.get("architectures") or []
+    return [str(name) for name in listed]
 
 
 def _parse(family: Family, checkpoint: Checkpoint) -> tuple[Any, Sources]:

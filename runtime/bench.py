@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tapeout.runtime.errors import TapeoutError
@@ -69,7 +70,12 @@ def bytes_per_token(plan: dict[str, Any]) -> int:
         if graph["phase"] in ("decode", "head"):
             for launch in graph["launches"]:
                 if not launch["kernel"].startswith("embed_"):
-                    used.update(
-                        arg[1] for arg in launch["args"].values() if isinstance(arg, list) and arg[0] == "weight"
-                    )
+                    used.update(_weights_of(launch))
     return sum(weight["bytes"] for weight in plan["weights"] if weight["name"] in used)
+
+
+def _weights_of(launch: dict[str, Any]) -> Iterator[str]:
+    pairs: list[Any] = [arg for arg in launch["args"].values() if isinstance(arg, list)]
+    for base, where in pairs:
+        if base == "weight":
+            yield where

@@ -215,7 +215,7 @@ class TableTokenizer:
             return bytes([int(text[3:5], 16)])
         if kind == UNUSED:
             return b""
-        if kind == NORMAL and not self._byte_level:
+        if kind in (NORMAL, USER_DEFINED) and not self._byte_level:
             return text.replace(SPACE.encode(), b" ")
         return text
 

@@ -8,7 +8,7 @@ import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tapeout.runtime.errors import TapeoutError
 
@@ -70,7 +70,7 @@ class Mapped:
     """A piece of memory with a fixed address for the life of the process."""
 
     def __init__(self, memory: mmap.mmap, *, writable: bool) -> None:
-        self.memory, self.nbytes = memory, len(memory)
+        self.memory, self.nbytes, self._writable = memory, len(memory), writable
         kind = C.c_char * self.nbytes
         if writable:
             self._view: Any = kind.from_buffer(memory)
@@ -81,7 +81,7 @@ class Mapped:
 
     def close(self) -> None:
         """Unmap; addresses become invalid."""
-        if isinstance(self._view, memoryview):
+        if not self._writable:
             self._view.release()
         self._view = None
         self.memory.close()
@@ -151,7 +151,7 @@ class CpuBackend:
 
     def _resolve(self, arg: Any) -> int:
         if isinstance(arg, list):
-            base, where = arg
+            base, where = cast(tuple[str, Any], arg)
             return self._weights[where] if base == "weight" else self._bases[base] + where
         return struct.unpack("<q", struct.pack("<d", arg))[0] if isinstance(arg, float) else arg
 

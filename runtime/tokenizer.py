@@ -144,7 +144,7 @@ class LibraryTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """See Tokenizer."""
-        if token in self._added:
+        if token in self._added and (self._pieces != "sentencepiece" or token in self._special):
             return self._added[token]
         text: str | None = self._library.id_to_token(token) if token >= 0 else None
         if text is None:

@@ -31,7 +31,7 @@ def trace_launches(backend: CpuBackend, launches: LaunchList, step: StepStruct, 
 
 
 def _bytes(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def _matrix(address: int, output: Mapping[str, Any], rows: int, width: int) -> npt.NDArray[np.float32]:

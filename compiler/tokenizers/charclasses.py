@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -128,18 +129,17 @@ def translate(patterns: Sequence[str]) -> Classes:
 
 def _category_changes() -> dict[int, str]:
     """General category by the code point where it begins, up to the next one."""
-    later = {first: (last, name) for first, last, name in _later()}
     changes: dict[int, str] = {}
-    current, until, name_until = "", -1, ""
     for probed in PROBED:
-        for code in probed:
-            category = unicodedata.category(chr(code))
-            if code in later:
-                until, name_until = later[code]
-            if category == "Cn" and code <= until:
-                category = name_until
-            if category != current:
-                changes[code] = current = category
+        code = probed.start
+        for category, run in groupby(map(unicodedata.category, map(chr, probed))):
+            changes[code] = category
+            code += sum(1 for _ in run)
+    for first, last, name in _later():
+        if unicodedata.category(chr(first)) == "Cn":
+            changes[first] = name
+            if unicodedata.category(chr(last + 1)) == "Cn":
+                changes.setdefault(last + 1, "Cn")
     return changes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class GgufTokenizer:
         if values is None or isinstance(values, str | int | float):
             raise TapeoutError(f"{self.path}: {PREFIX}{key} is missing or no array; a {self.model} tokenizer needs it")
         out = list(values)
-        if not all(isinstance(value, int | float if numbers else str) for value in out):
+        if not set(map(type, out)) <= ({int, float, bool} if numbers else {str}):
             raise TapeoutError(f"{self.path}: {PREFIX}{key} must hold {'numbers' if numbers else 'strings'} only")
         return out
 
@@ -85,13 +86,14 @@ class GgufTokenizer:
                 types[token] = CONTROL
         return bytes(types)
 
-    def scores(self) -> Sequence[float]:
-        """SentencePiece scores, one a token."""
-        return self._sized("scores")
-
+    @cached_property
     def merges(self) -> Sequence[str]:
         """Merges as "left right", best first."""
         return self._array("merges")
+
+    def scores(self) -> Sequence[float]:
+        """SentencePiece scores, one a token."""
+        return self._sized("scores")
 
     @property
     def byte_level(self) -> bool:
@@ -122,7 +124,7 @@ class GgufTokenizer:
             return self._sentencepiece()
         texts, types = byte_texts(self.tokens, self.types), self.types
         return TokenizerModel(
-            "byte_level", texts, types, merge_ids(self.tokens, self.merges()), split=self.pre.split,
+            "byte_level", texts, types, merge_ids(self.tokens, self.merges), split=self.pre.split,
             whole_words=self.pre.whole_words,
         )  # fmt: skip
 
@@ -180,7 +182,7 @@ class GgufTokenizer:
                 "byte_fallback": False,
                 "ignore_merges": self.pre.whole_words,
                 "vocab": {text: token for token, text in enumerate(self.tokens)},
-                "merges": list(self.merges()),
+                "merges": list(self.merges),
             },
         }
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

@@ -59,17 +59,18 @@ class HuggingFaceTokenizer:
         own = {key: ids.get(self._text(f"{key}_token") or "") for key in ("bos", "eos", "pad")}
         sources = (checkpoint.config, checkpoint.generation_config)
         declared = [token for source in sources for token in ids_of(source.get("eos_token_id"))]
-        first = [own["eos"]] if own["eos"] is not None else []
-        eos = dict.fromkeys([*first, *declared, *end_tokens(special)])
-        bos = own["bos"]
-        if bos is None:
-            bos = next((token for source in sources for token in ids_of(source.get("bos_token_id"))), None)
-        pad = own["pad"]
-        if pad is None:
-            pad = next((token for source in sources for token in ids_of(source.get("pad_token_id"))), None)
+        of_tokenizer = [own["eos"]] if own["eos"] is not None else []
+        eos = dict.fromkeys([*of_tokenizer, *declared, *end_tokens(special)])
+        found: dict[str, int | None] = {}
+        for key in ("bos", "pad"):
+            others = (token for source in sources for token in ids_of(source.get(f"{key}_token_id")))
+            found[key] = next(others, None) if own[key] is None else own[key]
+        first = self._first()
+        bos = first if found["bos"] is None else found["bos"]
+        add_bos = first == bos if first is not None else bool(self.config.get("add_bos_token", False))
         texts = {token: text for text, token in ids.items()}
         return generation(
-            bos, eos, add_bos=self._add_bos(bos), pad=pad, texts=texts, sampling=checkpoint.generation_config
+            bos, eos, add_bos=add_bos, pad=found["pad"], texts=texts, sampling=checkpoint.generation_config
         )
 
     def pieces(self) -> str:
@@ -97,15 +98,15 @@ class HuggingFaceTokenizer:
         value = self.config.get(key)
         return value.get("content") if isinstance(value, dict) else value  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
-    def _add_bos(self, bos: int | None) -> bool:
-        """Whether the post-processor puts the begin token first; else what tokenizer_config.json says."""
+    def _first(self) -> int | None:
+        """The token that the post-processor puts before a text, if it does."""
         for step in _sequence(self.document.get("post_processor"), "processors"):
             if step.get("type") == "TemplateProcessing":
                 single = cast("list[Json]", step.get("single") or [{}])
                 first = cast(Json, single[0].get("SpecialToken", {})).get("id")
-                tokens = cast("dict[Any, Json]", step.get("special_tokens", {}))
-                return bos is not None and tokens.get(first, {}).get("ids", [])[:1] == [bos]
-        return bool(self.config.get("add_bos_token", False)) and self.document.get("post_processor") is None
+                ids = cast("dict[Any, Json]", step.get("special_tokens", {})).get(first, {}).get("ids") or [None]
+                return ids[0]
+        return None
 
     def _tokens(self) -> tuple[list[str], bytes]:
         vocab: Mapping[str, int] = self.model["vocab"]
@@ -190,8 +191,8 @@ def _priorities(tokens: Sequence[str], merges: Ints) -> Ints:
         raise NotTabled("its merges of one token do not stand together, so no scores of tokens explain them")
     counts = np.bincount(results, minlength=len(tokens))
     known = set(tokens)
-    made = np.unique(results).tolist()
-    unknown = set("".join(tokens[token] for token in made)) - known
+    made: list[int] = np.unique(results).tolist()
+    unknown = {char for token in made for char in tokens[token]} - known
     if unknown:
         raise NotTabled(f"its merges use the character {min(unknown)!r}, which is no token")
     for token in made:

@@ -153,61 +153,72 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
 
 #ifdef __AMX_INT8__
 /* The same with the tile unit: one instruction multiplies 16 rows of activations with a group of 16 weight rows. The
- * products of a group are made while those of the group before are scaled and added. */
-enum { amx_product, amx_rows = amx_product + 4, amx_codes, amx_block = 64 };
+ * products of one group are made while those of the group before are scaled and added to sums in registers. */
+enum { amx_product, amx_rows = amx_product + TP_HALVES, amx_codes = amx_rows + TP_HALVES, amx_block = 16 };
 
 TP_INLINE void amx_configure(void) {
     struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } c = { .palette = 1 };
-    for (int i = amx_product; i < amx_rows; i++) c.bytes[i] = 64, c.rows[i] = 16;
-    c.bytes[amx_rows] = 32 / TP_HALVES, c.rows[amx_rows] = 16;
-    c.bytes[amx_codes] = 64, c.rows[amx_codes] = 8 / TP_HALVES;
+    for (int h = 0; h < TP_HALVES; h++) {
+        c.bytes[amx_product + h] = 64, c.rows[amx_product + h] = amx_block;
+        c.bytes[amx_rows + h] = TP_GROUP, c.rows[amx_rows + h] = amx_block;
+        c.bytes[amx_codes + h] = 64, c.rows[amx_codes + h] = TP_GROUP / 4;
+    }
     __builtin_ia32_tile_loadconfig(&c);
 }
 
-/* Exact products of half h of a group with rows t .. t + 15, as int32 [16 rows][16]. */
-#define TP_AMX_PRODUCT(t, codes, x, h, out)                                                \
-    if (t < rows) {                                                                        \
-        __builtin_ia32_tilezero(amx_product + t / 16);                                     \
-        __builtin_ia32_tileloadd64(amx_rows, (x) + t * 32 + (h) * TP_GROUP, 32);           \
-        __builtin_ia32_tdpbssd(amx_product + t / 16, amx_rows, amx_codes);                 \
-        __builtin_ia32_tilestored64(amx_product + t / 16, (out) + t * TP_TILE, 64);        \
-    }
+/* Exact products of half h of a group with 16 rows of activations, as int32 [16][16]. */
+#define TP_AMX_PRODUCT(w, x, h, out)                                                      \
+    do {                                                                                  \
+        __builtin_ia32_tilezero(amx_product + h);                                         \
+        __builtin_ia32_tileloadd64(amx_codes + h, (w)->codes + h * (8 / TP_HALVES), 64);  \
+        __builtin_ia32_tileloadd64(amx_rows + h, (x) + h * TP_GROUP, 32);                 \
+        __builtin_ia32_tdpbssd(amx_product + h, amx_rows + h, amx_codes + h);             \
+        __builtin_ia32_tilestored64(amx_product + h, (out) + h * amx_block * TP_TILE, 64); \
+    } while (0)
 
-TP_INLINE void amx_products(const tile16_group *w, int rows, const int8_t *x, int32_t (*out)[amx_block * TP_TILE]) {
-    vb codes[8];
-    TP_UNROLL for (int s = 0; s < 8; s++) codes[s] = w->codes[s] - (vb)vi_all(TP_ZERO * 0x01010101);
-    TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
-        __builtin_ia32_tileloadd64(amx_codes, codes + h * (8 / TP_HALVES), 64);
-        TP_AMX_PRODUCT(0, codes, x, h, out[h])
-        TP_AMX_PRODUCT(16, codes, x, h, out[h])
-        TP_AMX_PRODUCT(32, codes, x, h, out[h])
-        TP_AMX_PRODUCT(48, codes, x, h, out[h])
+TP_INLINE void amx_products(const tile16_group *w, const int8_t *x, int32_t *out) {
+    TP_AMX_PRODUCT(w, x, 0, out);
+#if TP_HALVES == 2
+    TP_AMX_PRODUCT(w, x, 1, out);
+#endif
+}
+
+/* Rows t .. t + 15; those behind the last are computed from junk and dropped. */
+TP_FN void multiply_amx_rows(const tile16_group *w, int64_t groups, const operand *x, int t, float *sums) {
+    int32_t exact[2][TP_HALVES * amx_block * TP_TILE] __attribute__((aligned(64)));
+    vf sum[amx_block];
+    TP_UNROLL for (int r = 0; r < amx_block; r++) sum[r] = vf_load(sums + r * TP_TILE);
+    const int8_t *codes = x->codes + t * 32;
+    const float *scale = x->scale + t;
+    const side *at = x->side + t * TP_HALVES;
+    amx_products(w, codes, exact[0]);
+    for (int64_t g = 0; g < groups; g++, w++) {
+        codes += x->cap * 32;
+        if (g + 1 < groups) amx_products(w + 1, codes, exact[(g + 1) & 1]);
+        const int32_t *products = exact[g & 1];
+        TP_UNROLL for (int r = 0; r < amx_block; r++) {
+            vf product = { 0 };
+            TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
+                vf part = vf_from_int(*(const vi *)(products + (h * amx_block + r) * TP_TILE));
+                product = h ? vf_fma(part, w->scale[h], product) : part * w->scale[h];
+            }
+            sum[r] = add_product(sum[r], product, w, scale[r], at + r * TP_HALVES);
+        }
+        scale += x->cap, at += x->rows * TP_HALVES;
     }
+    TP_UNROLL for (int r = 0; r < amx_block; r++)
+        if (t + r < x->rows) vf_store(sums + r * TP_TILE, sum[r]);
 }
 
 TP_FN void multiply_amx(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
-    int32_t exact[2][TP_HALVES][amx_block * TP_TILE] __attribute__((aligned(64)));
-    tile16_group group[2];
-    amx_configure();
-    for (int64_t g = 0; g <= groups; g++) {
-        if (g < groups) {
-            tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), 0, &group[g & 1]);
-            amx_products(&group[g & 1], x->rows, x->codes + g * x->cap * 32, exact[g & 1]);
-        }
-        if (g == 0) continue;
-        const tile16_group *last = &group[(g - 1) & 1];
-        const float *scale = x->scale + (g - 1) * x->cap;
-        const side *at = x->side + (g - 1) * x->rows * TP_HALVES;
-        for (int t = 0; t < x->rows; t++) {
-            vf product = { 0 };
-            TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
-                vf part = vf_from_int(*(const vi *)(exact[(g - 1) & 1][h] + t * TP_TILE));
-                product = h ? vf_fma(part, last->scale[h], product) : part * last->scale[h];
-            }
-            float *sum = sums + t * TP_TILE;
-            vf_store(sum, add_product(vf_load(sum), product, last, scale[t], at + t * TP_HALVES));
-        }
+    tile16_group *decoded = (tile16_group *)((char *)x->side + TP_CHUNK / 32 * 64 * TP_HALVES * sizeof(side) + 4096);
+    for (int64_t g = 0; g < groups; g++) {
+        tile16_group *group = &decoded[g];
+        tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), 0, group);
+        TP_UNROLL for (int s = 0; s < 8; s++) group->codes[s] = (vb)((vub)group->codes[s] - (uint8_t)TP_ZERO);
     }
+    amx_configure();
+    for (int t = 0; t < x->rows; t += amx_block) multiply_amx_rows(decoded, groups, x, t, sums + t * TP_TILE);
     __builtin_ia32_tilerelease();
 }
 #endif

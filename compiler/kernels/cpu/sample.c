@@ -21,25 +21,30 @@ typedef struct distribution {
     float max, inverse_temperature;
 } distribution;
 
-/* Larger floats have larger keys. */
-TP_INLINE uint32_t key_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+/* Tokens of [i, i + 8) that `set` may keep and whose key agrees with `prefix` in the bits of `fixed`, as a bit mask.
+ * Keys are unsigned images of the logits: larger floats have larger keys. */
+TP_INLINE unsigned candidates8(const distribution *d, int i, const kept *set, uint32_t prefix, uint32_t fixed,
+                               uint32_t *keys) {
+    const int live = tp_min(8, d->vocab - i);
+    const __m256i sign = _mm256_set1_epi32(INT32_MIN);
+    const __m256i bits = _mm256_maskload_epi32((const int *)d->logits + i, tp_mask8(live));
+    const __m256i key = _mm256_xor_si256(bits, _mm256_or_si256(_mm256_srai_epi32(bits, 31), sign));
+    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)(set->key ^ 0x80000000u)), _mm256_xor_si256(key, sign));
+    const __m256i differs = _mm256_and_si256(_mm256_xor_si256(key, _mm256_set1_epi32((int32_t)prefix)),
+                                             _mm256_set1_epi32((int32_t)fixed));
+    const __m256i agrees = _mm256_cmpeq_epi32(differs, _mm256_setzero_si256());
+    _mm256_storeu_si256((__m256i *)keys, key);
+    return (unsigned)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_andnot_si256(below, agrees))) & ((1u << live) - 1);
 }
 
-/* Unnormalized probabilities of tokens [i, i + 8) with i + 8 possibly past the end. */
-static void weights8(const distribution *d, int i, float *logit, float *weight) {
-    const __m256i mask = tp_mask8(tp_min(8, d->vocab - i));
-    const __m256 x = _mm256_maskload_ps(d->logits + i, mask);
-    const __m256 scaled = _mm256_mul_ps(_mm256_sub_ps(x, _mm256_set1_ps(d->max)), _mm256_set1_ps(d->inverse_temperature));
-    _mm256_storeu_ps(logit, x);
-    _mm256_storeu_ps(weight, _mm256_and_ps(tp_exp8(scaled), _mm256_castsi256_ps(mask)));
+/* Unnormalized probabilities of tokens [i, i + 8), some of them past the end. */
+TP_INLINE void weights8(const distribution *d, int i, float *weight) {
+    const __m256 x = _mm256_maskload_ps(d->logits + i, tp_mask8(tp_min(8, d->vocab - i)));
+    const __m256 below = _mm256_sub_ps(x, _mm256_set1_ps(d->max));
+    _mm256_storeu_ps(weight, tp_exp8(_mm256_mul_ps(below, _mm256_set1_ps(d->inverse_temperature))));
 }
 
-static int is_kept(kept *set, uint32_t key) {
-    return key > set->key || (key == set->key && set->ties-- > 0);
-}
+TP_INLINE int is_kept(kept *set, uint32_t key) { return key > set->key || set->ties-- > 0; }
 
 /* Largest logit and its first index; -1 if the logits hold a NaN, or the largest is infinite. */
 static int argmax(const float *x, int n, float *largest) {
@@ -69,14 +74,33 @@ static int argmax(const float *x, int n, float *largest) {
     return i;
 }
 
+/* Mass of all tokens. */
+static double mass_of_all(const distribution *d) {
+    __m256d sum[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    float weight[8];
+    for (int i = 0; i < d->vocab; i += 8) {
+        weights8(d, i, weight);
+        for (int j = d->vocab - i; j < 8; j++) weight[j] = 0;
+        for (int j = 0; j < 2; j++) sum[j] = _mm256_add_pd(sum[j], _mm256_cvtps_pd(_mm_loadu_ps(weight + 4 * j)));
+    }
+    double lanes[4];
+    _mm256_storeu_pd(lanes, _mm256_add_pd(sum[0], sum[1]));
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+}
+
 /* Mass of the kept tokens. */
 static double mass_of(const distribution *d, kept set) {
+    if (set.key == 0) return mass_of_all(d);
     double sum = 0;
-    float logit[8], weight[8];
+    uint32_t keys[8];
+    float weight[8];
     for (int i = 0; i < d->vocab; i += 8) {
-        weights8(d, i, logit, weight);
-        for (int j = 0; j < tp_min(8, d->vocab - i); j++)
-            if (is_kept(&set, key_of(logit[j]))) sum += weight[j];
+        unsigned lanes = candidates8(d, i, &set, 0, 0, keys);
+        if (lanes) weights8(d, i, weight);
+        for (; lanes; lanes &= lanes - 1) {
+            const int j = __builtin_ctz(lanes);
+            if (is_kept(&set, keys[j])) sum += weight[j];
+        }
     }
     return sum;
 }
@@ -85,14 +109,15 @@ static double mass_of(const distribution *d, kept set) {
  * of `within` whose `fixed` bits equal those of `prefix`. */
 static void histogram(const distribution *d, kept within, uint32_t prefix, uint32_t fixed, int shift, int by_mass,
                       double *bins) {
-    float logit[8], weight[8];
+    uint32_t keys[8];
+    float weight[8] = {1, 1, 1, 1, 1, 1, 1, 1};
     memset(bins, 0, BINS * sizeof *bins);
     for (int i = 0; i < d->vocab; i += 8) {
-        weights8(d, i, logit, weight);
-        for (int j = 0; j < tp_min(8, d->vocab - i); j++) {
-            const uint32_t key = key_of(logit[j]);
-            if (!is_kept(&within, key) || ((key ^ prefix) & fixed)) continue;
-            bins[(key >> shift) & (BINS - 1)] += by_mass ? (double)weight[j] : 1.0;
+        unsigned lanes = candidates8(d, i, &within, prefix, fixed, keys);
+        if (lanes && by_mass) weights8(d, i, weight);
+        for (; lanes; lanes &= lanes - 1) {
+            const int j = __builtin_ctz(lanes);
+            if (is_kept(&within, keys[j])) bins[(keys[j] >> shift) & (BINS - 1)] += weight[j];
         }
     }
 }
@@ -142,14 +167,18 @@ static double uniform(uint64_t seed, uint64_t position) {
     return (double)(z >> 11) * 0x1p-53;
 }
 
+/* The first kept token at which the running sum of weights passes `target`. */
 static int draw(const distribution *d, kept set, double target) {
     double sum = 0;
-    float logit[8], weight[8];
+    uint32_t keys[8];
+    float weight[8];
     int last = 0;
     for (int i = 0; i < d->vocab; i += 8) {
-        weights8(d, i, logit, weight);
-        for (int j = 0; j < tp_min(8, d->vocab - i); j++) {
-            if (!is_kept(&set, key_of(logit[j])) || weight[j] == 0) continue;
+        unsigned lanes = candidates8(d, i, &set, 0, 0, keys);
+        if (lanes) weights8(d, i, weight);
+        for (; lanes; lanes &= lanes - 1) {
+            const int j = __builtin_ctz(lanes);
+            if (!is_kept(&set, keys[j]) || weight[j] == 0) continue;
             last = i + j;
             sum += weight[j];
             if (sum > target) return last;
@@ -178,7 +207,7 @@ int tp_sample(const float *logits, int vocab, tp_sampling *s) {
     }
     if (s->want_logprob) {
         const distribution d = {logits, vocab, max, 1.0f};
-        s->logprob = (float)((double)logits[s->token] - (double)max - tp_log(mass_of(&d, all)));
+        s->logprob = (float)((double)logits[s->token] - (double)max - tp_log(mass_of_all(&d)));
     }
     return TP_OK;
 }
