@@ -12,7 +12,6 @@ byte tokens. Ties go to the leftmost pair.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import json
 import mmap
@@ -44,15 +43,9 @@ def map_table(path: Path) -> mmap.mmap:
     """Map a table file read-only. Raises TapeoutError when it cannot be."""
     try:
         with path.open("rb") as file:
-            table = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise TapeoutError(f"{path}: cannot be mapped ({error}); compile again") from error
-    if hasattr(
-        mmap, "MADV_NOHUGEPAGE"
-    ):  # a huge page would make megabytes resident for a lookup that needs a few bytes
-        with contextlib.suppress(OSError):
-            table.madvise(mmap.MADV_NOHUGEPAGE)
-    return table
 
 
 def pair_hash(left: int, right: int) -> int:

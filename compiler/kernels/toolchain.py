@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -69,19 +70,23 @@ def build_libraries(
     ordered = tuple(dict.fromkeys(units))
     version, zig = _toolchain()
     build = _Build(sources, cache, version, zig, _Counter((len(ordered) + 2) * len(targets), progress))
+    cache = cache.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as scratch:
         build.scratch = Path(scratch)
         with ThreadPoolExecutor(max_workers=max(2, len(os.sched_getaffinity(0)))) as pool:
             headers = {target: pool.submit(build.prefix_header, target) for target in targets}
-            objects: dict[str, list[Future[Path]]] = {
-                target: [pool.submit(build.compile, unit, target, headers[target]) for unit in ordered]
-                + [pool.submit(build.table, kernels, target)]
+            objects = {
+                (target, unit): pool.submit(build.compile, unit, target, headers[target])
+                for unit in sorted(ordered, key=build.size, reverse=True)  # the longest first
                 for target in targets
             }
-            _raise_first([future for futures in objects.values() for future in futures], pool)
+            tables = {target: pool.submit(build.table, kernels, target) for target in targets}
+            _raise_first([*objects.values(), *tables.values()], pool)
             linked = {
-                target: pool.submit(build.link, [future.result() for future in objects[target]], target)
+                target: pool.submit(
+                    build.link, [*(objects[target, unit].result() for unit in ordered), tables[target].result()], target
+                )
                 for target in targets
             }
             return {target: future.result() for target, future in linked.items()}
@@ -112,11 +117,13 @@ class _Counter:
         self.total = total
         self.progress = progress
         self.done = 0
+        self.lock = threading.Lock()
 
     def step(self) -> None:
-        self.done += 1
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+        with self.lock:
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.total)
 
 
 class _Build:
@@ -129,6 +136,10 @@ class _Build:
         self.zig = zig
         self.counter = counter
         self.scratch = cache
+
+    def size(self, unit: Unit) -> int:
+        """Characters that the compiler reads of our own sources: a guess at what compiling costs."""
+        return sum(map(len, self._texts(unit.source)))
 
     def prefix_header(self, target: str) -> Path:
         """The intrinsics headers, parsed once a target: they cost more than most of our sources."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.checkpoints.base import Checkpoint
@@ -62,7 +63,7 @@ def _from_gguf(checkpoint: Checkpoint) -> TokenizerFiles:
     except NotTabled as error:
         if library is None:
             raise TapeoutError(f"{checkpoint.path}: its tokenizer cannot be used: {error}") from error
-        built = _library(library, str(error))
+        built = _library(library, str(error), checkpoint.path)
     return _files(built, library, source.generation(), template if isinstance(template, str) else None, "byte_level")
 
 
@@ -72,7 +73,7 @@ def _from_folder(checkpoint: Checkpoint) -> TokenizerFiles:
     try:
         built = _table(source.to_model(), source.data, pieces)
     except NotTabled as error:
-        built = _library(source.data, str(error))
+        built = _library(source.data, str(error), checkpoint.path)
     return _files(built, source.data, source.generation(checkpoint), source.template(), pieces)
 
 
@@ -91,8 +92,12 @@ def _table(model: TokenizerModel, library: bytes | None, pieces: str) -> _Built:
     return _Built(table, _decision("tokenizer.bin", {"choice": "tokenizer.json", "why": why}, evidence))
 
 
-def _library(library: bytes, why_not: str) -> _Built:
-    LibraryTokenizer(library)  # what runs it alone must be able to read it
+def _library(library: bytes, why_not: str, where: Path) -> _Built:
+    """No table; what runs the tokenizer alone must be able to read it. Raises TapeoutError where it is not."""
+    try:
+        LibraryTokenizer(library)
+    except TapeoutError as error:
+        raise TapeoutError(f"{where}: its tokenizer cannot be used: {why_not}; {error}") from error
     return _Built(None, _decision("tokenizer.json", {"choice": "tokenizer.bin", "why": why_not}, {}))
 
 

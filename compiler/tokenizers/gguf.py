@@ -38,6 +38,8 @@ class GgufTokenizer:
             )
         self.pre = pre_tokenizer(str(self.get("pre", "default")), str(path)) if self.model == "gpt2" else None
         self.tokens: Sequence[str] = self._array("tokens")
+        if not self.tokens:
+            raise TapeoutError(f"{path}: {PREFIX}tokens is empty; a tokenizer needs tokens")
         self.types = self._types()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -52,7 +54,9 @@ class GgufTokenizer:
     @property
     def bos_id(self) -> int | None:
         """The begin token; SentencePiece files without the key mean 1."""
-        return self.token_id("bos") if self.get("bos_token_id") is not None or self.model != "llama" else 1
+        if self.get("bos_token_id") is None and self.model == "llama" and len(self.tokens) > 1:
+            return 1
+        return self.token_id("bos")
 
     @property
     def add_bos(self) -> bool:
@@ -206,7 +210,10 @@ def merge_ids(tokens: Sequence[str], merges: Sequence[str] | Sequence[Sequence[s
     ids = {text: token for token, text in enumerate(tokens)}
     found: dict[tuple[int, int], int] = {}
     for entry in merges:
-        left, right = entry.split(" ", 1) if isinstance(entry, str) else entry
+        pair = entry.split(" ", 1) if isinstance(entry, str) else entry
+        if len(pair) != 2:
+            raise NotTabled(f"the merge {entry!r} is not two texts")
+        left, right = pair
         try:
             found.setdefault((ids[left], ids[right]), ids[left + right])
         except KeyError as error:

@@ -269,6 +269,12 @@ def test_every_declared_end_token_ends_a_generation(tmp_path: Path) -> None:
         ({"tokens": None}, r"x\.gguf: tokenizer\.ggml\.tokens is missing or no array"),
         ({"tokens": [1, 2]}, r"x\.gguf: tokenizer\.ggml\.tokens must hold strings only"),
         ({"token_type": [1]}, r"x\.gguf: tokenizer\.ggml\.token_type has 1 entries for \d+ tokens"),
+        ({"tokens": []}, r"x\.gguf: tokenizer\.ggml\.tokens is empty"),
+        (
+            {"merges": ["ab"]},
+            r"x\.gguf: its tokenizer cannot be used: the merge 'ab' is not two texts; tokenizer\.json",
+        ),
+        ({"merges": ["a bogus"]}, r"x\.gguf: its tokenizer cannot be used: the merge 'a' \+ 'bogus' names "),
         ({"merges": None}, r"x\.gguf: tokenizer\.ggml\.merges is missing or no array"),
         ({"model": "llama", "scores": [0.0]}, r"x\.gguf: tokenizer\.ggml\.scores has 1 entries for \d+ tokens"),
     ],

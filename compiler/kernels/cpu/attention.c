@@ -83,7 +83,7 @@ TP_INLINE int piece_end(const block *b, int token, int last) {
 }
 
 /* Scores out of sight of a vector become -inf: later keys, and those that its window has left behind. */
-static void mask(const block *b, int first, int last, int width) {
+static __attribute__((noinline)) void mask(const block *b, int first, int last, int width) {
     const tp_attention *a = b->shape;
     const int position = b->segment->position + b->row;
     const int all_seen = position >= last - 1 && first + width == last &&
@@ -129,7 +129,7 @@ static void prefetch(const kv_t *from, int count) {
 }
 
 /* Keys [first, last) of a stretch, read from the pages. */
-static void stretch_in_place(const block *b, int first, int last) {
+static __attribute__((noinline)) void stretch_in_place(const block *b, int first, int last) {
     const tp_attention *a = b->shape;
     const int d = a->d, width = tp_ceil_div(last - first, 16) * 16;
     for (int t = first, end; t < last; t = end) {
@@ -149,7 +149,7 @@ static void stretch_in_place(const block *b, int first, int last) {
 }
 
 /* The same through float32 copies, which many vectors share. */
-static void stretch_copied(const block *b, int first, int last) {
+static __attribute__((noinline)) void stretch_copied(const block *b, int first, int last) {
     const int d = b->shape->d, width = tp_ceil_div(last - first, 16) * 16;
     for (int t = first, end; t < last; t = end) {
         end = piece_end(b, t, last);

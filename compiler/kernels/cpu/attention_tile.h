@@ -49,35 +49,24 @@ TP_DEFINE_TILE(tp_tile16_f32, float, __m512, 16, tp_load16_f32, _mm512)
 TP_DEFINE_TILE(tp_tile16_f16, uint16_t, __m512, 16, tp_load16_f16, _mm512)
 #endif
 
-/* All rows of one strip of columns. The last rows are few; `exact` spends code on doing them at once. */
+/* All rows of one strip of columns. The last rows are few; `exact` spends code on doing up to 4 of them at once. */
 #define TP_ROWS(TILE, COUNT, R) TILE(R, COUNT, a, row_step, step, b + j, ldb, n, y, ldc, add)
-#define TP_NEXT_ROWS(TILE, COUNT, R)                                                                                       \
-    TP_ROWS(TILE, COUNT, R);                                                                                           \
-    a += (R)*row_step, y += (R)*ldc, left -= (R)
+#define TP_WHILE_ROWS(TILE, COUNT, R)                                                                                  \
+    for (; left >= (R); left -= (R), a += (R)*row_step, y += (R)*ldc) TP_ROWS(TILE, COUNT, R)
 #define TP_STRIP(TILE, COUNT)                                                                                          \
     {                                                                                                                  \
         const float *a = first;                                                                                        \
         float *y = c + j;                                                                                              \
         int left = rows;                                                                                               \
-        for (; left >= TP_BAND; left -= TP_BAND, a += band_step, y += TP_BAND * ldc) TP_ROWS(TILE, COUNT, TP_BAND);    \
-        if (TP_BAND > 6 && left >= 6) {                                                                                \
-            TP_NEXT_ROWS(TILE, COUNT, 6);                                                                                  \
-        }                                                                                                              \
-        if (exact) {                                                                                                   \
-            switch (left) {                                                                                            \
-            case 5: TP_ROWS(TILE, COUNT, 5); break;                                                                    \
-            case 4: TP_ROWS(TILE, COUNT, 4); break;                                                                    \
-            case 3: TP_ROWS(TILE, COUNT, 3); break;                                                                    \
-            case 2: TP_ROWS(TILE, COUNT, 2); break;                                                                    \
-            case 1: TP_ROWS(TILE, COUNT, 1); break;                                                                    \
-            }                                                                                                          \
+        if (!exact || TP_BAND == 6)                                                                                    \
+            for (; left >= TP_BAND; left -= TP_BAND, a += band_step, y += TP_BAND * ldc) TP_ROWS(TILE, COUNT, TP_BAND);\
+        if (TP_BAND > 6) TP_WHILE_ROWS(TILE, COUNT, 6);                                                                \
+        if (exact && left == 4) {                                                                                      \
+            TP_ROWS(TILE, COUNT, 4);                                                                                   \
         } else {                                                                                                       \
-            if (left >= 3) {                                                                                           \
-                TP_NEXT_ROWS(TILE, COUNT, 3);                                                                              \
-            }                                                                                                          \
-            while (left > 0) {                                                                                         \
-                TP_NEXT_ROWS(TILE, COUNT, 1);                                                                              \
-            }                                                                                                          \
+            TP_WHILE_ROWS(TILE, COUNT, 3);                                                                             \
+            if (exact && left == 2) TP_ROWS(TILE, COUNT, 2);                                                           \
+            else TP_WHILE_ROWS(TILE, COUNT, 1);                                                                        \
         }                                                                                                              \
     }
 
@@ -85,18 +74,18 @@ TP_DEFINE_TILE(tp_tile16_f16, uint16_t, __m512, 16, tp_load16_f16, _mm512)
 #ifdef __AVX512F__
 #define TP_STRIPS(TILE8, TILE16)                                                                                       \
     for (; j + 32 <= width; j += 32) TP_STRIP(TILE16, 2);                                                              \
-    for (; j + 16 <= width; j += 16) TP_STRIP(TILE16, 1);                                                              \
-    if (grain < 16 && j < width) TP_STRIP(TILE8, 1);
+    for (; j < width; j += 8) TP_STRIP(TILE8, 1);
 #else
 #define TP_STRIPS(TILE8, TILE16)                                                                                       \
     for (; j + 16 <= width; j += 16) TP_STRIP(TILE8, 2);                                                               \
-    if (grain < 16 && j < width) TP_STRIP(TILE8, 1);
+    for (; grain < 16 && j < width; j += 8) TP_STRIP(TILE8, 1);
 #endif
 #define TP_DEFINE_PRODUCT(NAME, B, TILE8, TILE16)                                                                      \
     TP_INLINE void NAME(int rows, int width, int grain, int exact, const float *first, int64_t band_step,              \
                         int64_t row_step, int64_t step, const B *b, int64_t ldb, int n, float *c, int64_t ldc,         \
                         int add) {                                                                                     \
         int j = 0;                                                                                                     \
+        (void)grain;                                                                                                   \
         TP_STRIPS(TILE8, TILE16)                                                                                       \
     }
 TP_DEFINE_PRODUCT(tp_product_f32, float, tp_tile8_f32, tp_tile16_f32)

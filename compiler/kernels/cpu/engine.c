@@ -38,7 +38,8 @@ HIDDEN const int tp_kernel_count;
 #define CALLER_PATIENCE (120 * MICROSECOND)   /* the caller sleeps sooner: a descheduled worker needs its core */
 #define STALL_TIME (300 * MICROSECOND)        /* waiting longer than this for a held task counts as a stall */
 #define STALL_ROWS 32                         /* steps of more rows have tasks this long of their own */
-#define SOLO_FIRST (50000 * MICROSECOND)      /* how long to go alone after a first stall */
+#define SOLO_FIRST (12000 * MICROSECOND)      /* how long to go alone after a first stall */
+#define SOLO_AGAIN (40000 * MICROSECOND)      /* twice as long if the next stall comes so soon after it */
 #define SOLO_LAST (1600000 * MICROSECOND)     /* and at most */
 
 typedef struct worker {
@@ -147,11 +148,11 @@ static void sleep_until_published(tp_engine *e, int caller) {
     atomic_fetch_sub(&e->sleepers, 1);
 }
 
-/* Looks for work a few times, closely: launches follow each other within microseconds. */
-static int spin(tp_engine *e) {
+/* Looks for work (the caller also for the end) a few times, closely: launches come within microseconds. */
+static int spin(tp_engine *e, int caller) {
     for (int i = 0; i < 16; i++) {
         if (has_work(atomic_load_explicit(&e->claim, memory_order_relaxed))) return 1;
-        if (!atomic_load_explicit(&e->running, memory_order_relaxed)) return 0;
+        if (caller && !atomic_load_explicit(&e->running, memory_order_relaxed)) return 1;
         _mm_pause();
     }
     return 0;
@@ -167,7 +168,7 @@ static void *worker_main(void *argument) {
             idle_since = now();
             continue;
         }
-        if (spin(e)) continue;
+        if (spin(e, 0)) continue;
         const int64_t idle = now() - idle_since;
         if (idle > WORKER_PATIENCE) {
             sleep_until_published(e, 0);
@@ -188,7 +189,7 @@ static int64_t help_until_done(tp_engine *e) {
             waiting_since = 0;
             continue;
         }
-        if (spin(e)) continue;
+        if (spin(e, 1)) continue;
         const int64_t time = now();
         if (!waiting_since) waiting_since = time;
         if (time - waiting_since > CALLER_PATIENCE) sleep_until_published(e, 1);
@@ -197,11 +198,11 @@ static int64_t help_until_done(tp_engine *e) {
     return longest;
 }
 
-/* After a stall the caller goes alone for a while: twice as long if the last such while has only just ended. */
+/* After a stall the caller goes alone for a while: twice as long if the last such while has just ended. */
 static void note_stall(tp_engine *e, int64_t waited, int rows) {
     if (waited < STALL_TIME || rows > STALL_ROWS) return;
     const int64_t time = now();
-    const int again = e->solo_time && time - e->solo_until < e->solo_time;
+    const int again = e->solo_time && time - e->solo_until < SOLO_AGAIN;
     e->solo_time = again ? 2 * e->solo_time : SOLO_FIRST;
     if (e->solo_time > SOLO_LAST) e->solo_time = SOLO_LAST;
     e->solo_until = time + e->solo_time;

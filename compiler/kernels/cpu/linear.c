@@ -24,7 +24,8 @@ static cut cut_of(const tp_launch *l, const tp_step *s) {
     cut c = { .gated = l->arg[7] >= gated_silu, .tiles = (int)((l->arg[3] + TP_TILE - 1) / TP_TILE) };
     c.blocks = (s->rows + block_rows - 1) / block_rows;
     if (!c.blocks) return c;
-    c.rows_block = (s->rows + c.blocks - 1) / c.blocks;
+    c.rows_block = ((s->rows + c.blocks - 1) / c.blocks + 15) & -16; /* whole steps of any kernel */
+    if (c.rows_block > s->rows) c.rows_block = s->rows;
     /* cost in bytes read; ten products take about the time of a byte */
     int64_t k = l->arg[4];
     int64_t tile = (TP_TILE_BYTES(k) + k * TP_TILE * c.rows_block / 10) << c.gated;
@@ -47,29 +48,31 @@ TP_INLINE vf activate(vf x, int64_t epilogue) {
     return x / (vf_exp(-u) + 1.0f);
 }
 
-/* y[rows][valid columns] from the sums of one tile (two, gate and up, when gated). */
-TP_FN void finish(const tp_launch *l, int rows, const float *sums, int64_t column, float *y) {
-    int64_t n = l->arg[3], ldy = l->arg[6], epilogue = l->arg[7];
-    int64_t valid = n - column < TP_TILE ? n - column : TP_TILE;
+/* y[rows][columns of `tiles` tiles] from the sums of the tiles, by pairs of gate and up when gated. */
+TP_FN void finish(const tp_launch *l, int rows, int tiles, const float *sums, int64_t column, float *y) {
+    int64_t n = l->arg[3], epilogue = l->arg[7], stride = (int64_t)rows * TP_TILE;
+    int gated = epilogue >= gated_silu;
     const float *bias = TP_PTR(const float, l, 8);
-    float shift[2][TP_TILE] = { { 0 } };
-    for (int r = 0; bias && r < valid; r++) {
-        shift[0][r] = bias[column + r];
-        if (epilogue >= gated_silu) shift[1][r] = bias[n + column + r];
-    }
-    for (int t = 0; t < rows; t++, sums += TP_TILE, y += ldy) {
-        float out[TP_TILE];
-        for (int u = 0; u < TP_TILE; u += TP_WIDTH) {
-            vf value = vf_load(sums + u) + vf_load(shift[0] + u);
-            if (epilogue >= gated_silu)
-                value = activate(value, epilogue) * (vf_load(sums + rows * TP_TILE + u) + vf_load(shift[1] + u));
-            vf_store(out + u, value);
-        }
-        if (valid == TP_TILE) {
-            for (int u = 0; u < TP_TILE; u += TP_WIDTH)
-                vf_store(y + u, epilogue == add ? vf_load(y + u) + vf_load(out + u) : vf_load(out + u));
-        } else {
-            for (int r = 0; r < valid; r++) y[r] = epilogue == add ? y[r] + out[r] : out[r];
+    float none[TP_TILE] = { 0 }, last[TP_TILE] = { 0 };
+    for (int64_t c = n / TP_TILE * TP_TILE; bias && c < n; c++) last[c % TP_TILE] = bias[c];
+    for (int t = 0; t < rows; t++, y += l->arg[6]) {
+        for (int i = 0; i < tiles; i++) {
+            const float *sum = sums + (i << gated) * stride + t * TP_TILE;
+            int64_t at = column + i * TP_TILE;
+            const float *shift = !bias ? none : at + TP_TILE <= n ? bias + at : last;
+            const float *shift_up = bias && gated ? bias + n + at : none;
+            float out[TP_TILE], *to = y + i * TP_TILE;
+            TP_UNROLL for (int u = 0; u < TP_TILE; u += TP_WIDTH) {
+                vf value = vf_load(sum + u) + vf_load(shift + u);
+                if (gated) value = activate(value, epilogue) * (vf_load(sum + stride + u) + vf_load(shift_up + u));
+                vf_store(out + u, value);
+            }
+            if (at + TP_TILE <= n) {
+                TP_UNROLL for (int u = 0; u < TP_TILE; u += TP_WIDTH)
+                    vf_store(to + u, epilogue == add ? vf_load(to + u) + vf_load(out + u) : vf_load(out + u));
+            } else {
+                for (int r = 0; r < n - at; r++) to[r] = epilogue == add ? to[r] + out[r] : out[r];
+            }
         }
     }
 }
@@ -87,7 +90,10 @@ TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scra
     for (int i = 0; i < streams; i++)
         w[i] = TP_PTR(const uint8_t, l, 1) + (c.gated ? i % 2 * (int64_t)c.tiles + first + i / 2 : first + i) * TP_TILE_BYTES(k);
 
-    float *sums = scratch;
+    int64_t column = (int64_t)first * TP_TILE, ldy = l->arg[6];
+    float *y = TP_PTR(float, l, 2) + row * ldy + column, *sums = scratch;
+    for (int t = 0; t < rows; t++)
+        for (int i = 0; i < tiles; i++) __builtin_prefetch(y + t * ldy + i * TP_TILE, 1, 2);
     for (int i = 0; i < streams * rows * TP_TILE; i += TP_TILE)
         for (int u = 0; u < TP_TILE; u += TP_WIDTH) vf_store(sums + i + u, (vf){ 0 });
     for (int64_t k0 = 0; k0 < k; k0 += TP_CHUNK) {
@@ -95,10 +101,7 @@ TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scra
         operand x = operand_of(TP_PTR(const void, l, 0), k, cap, k0, k1, row, rows, (char *)scratch + sums_bytes);
         multiply(w, streams, k0, k1, &x, sums);
     }
-    for (int i = 0; i < tiles; i++) {
-        int64_t column = (int64_t)(first + i) * TP_TILE;
-        finish(l, rows, sums + ((int64_t)i << c.gated) * rows * TP_TILE, column, TP_PTR(float, l, 2) + row * l->arg[6] + column);
-    }
+    finish(l, rows, tiles, sums, column, y);
 }
 
 const tp_kernel TP_PASTE(tp_kernel_linear_, TP_FORMAT) = { "linear_" TP_STRING(TP_FORMAT), linear_tasks, linear_run };

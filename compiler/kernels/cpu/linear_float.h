@@ -39,8 +39,10 @@ TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, 
     enum { block = TP_WIDTH == 16 ? 12 : 6 };
     for (int n = 0; n < tiles; n++, sums += x->rows * TP_TILE) {
         const uint8_t *source = w[n] + TP_TILE_BYTES(k0);
-        for (int64_t i = 0; i < (k1 - k0) * TP_UNITS; i++)
+        for (int64_t i = 0; i < (k1 - k0) * TP_UNITS; i++) {
+            __builtin_prefetch(source + TP_AHEAD + i * TP_WIDTH * TP_BITS / 8, 0, 3);
             vf_store(x->weights + i * TP_WIDTH, tile16_float(source + i * TP_WIDTH * TP_BITS / 8));
+        }
         int t = 0;
         for (; t + block <= x->rows; t += block)
             multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, block, sums + t * TP_TILE);

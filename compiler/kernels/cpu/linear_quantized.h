@@ -105,14 +105,19 @@ TP_INLINE vf add_product(vf sum, vf product, const tile16_group *w, float scale,
     return sum;
 }
 
+/* Ask for the weights that come TP_AHEAD bytes behind group i of a record. */
+TP_INLINE void read_ahead(const uint8_t *record, int i) {
+    enum { bytes = TP_RECORD_BYTES / (TP_SUPER / 32) };
+    for (int b = 0; b < bytes; b += 64) __builtin_prefetch(record + TP_AHEAD + i * bytes + b, 0, 3);
+}
+
 /* One row of activations and one tile: the decode step, bound by the reading of weights. */
 TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
     vf sum[TP_UNITS];
     for (int u = 0; u < TP_UNITS; u++) sum[u] = vf_load(sums + u * TP_WIDTH);
     for (int64_t g = 0; g < groups; w += TP_RECORD_BYTES) {
         for (int i = 0; i < TP_SUPER / 32; i++, g++) {
-            const uint8_t *ahead = w + TP_AHEAD + i * (TP_RECORD_BYTES / (TP_SUPER / 32));
-            for (int b = 0; b < TP_RECORD_BYTES / (TP_SUPER / 32); b += 64) __builtin_prefetch(ahead + b, 0, 3);
+            read_ahead(w, i);
             for (int u = 0; u < TP_UNITS; u++) {
                 tile16_group group;
                 tile16_decode(w, i, u, &group);
@@ -141,8 +146,11 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
     const float *scale = x->scale;
     const side *at = x->side;
     for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *record = w + g / (TP_SUPER / 32) * TP_RECORD_BYTES;
+        int i = (int)(g % (TP_SUPER / 32));
         tile16_group group;
-        tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), unit, &group);
+        if (unit == 0) read_ahead(record, i);
+        tile16_decode(record, i, unit, &group);
         int t = 0;
         for (; t + TP_ROWS <= x->rows; t += TP_ROWS) add_group(sums, t, TP_ROWS, &group, codes, scale, at);
         for (; t + 4 <= x->rows; t += 4) add_group(sums, t, 4, &group, codes, scale, at);
@@ -151,88 +159,12 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
     }
 }
 
-#ifdef __AMX_INT8__
-/* The same with the tile unit: one instruction multiplies 16 rows of activations with a group of 16 weight rows. The
- * products of one group are made while those of the group before are scaled and added to sums in registers. */
-enum { amx_product, amx_rows = amx_product + TP_HALVES, amx_codes = amx_rows + TP_HALVES, amx_block = 16 };
-
-TP_INLINE void amx_configure(void) {
-    struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } c = { .palette = 1 };
-    for (int h = 0; h < TP_HALVES; h++) {
-        c.bytes[amx_product + h] = 64, c.rows[amx_product + h] = amx_block;
-        c.bytes[amx_rows + h] = TP_GROUP, c.rows[amx_rows + h] = amx_block;
-        c.bytes[amx_codes + h] = 64, c.rows[amx_codes + h] = TP_GROUP / 4;
-    }
-    __builtin_ia32_tile_loadconfig(&c);
-}
-
-/* Exact products of half h of a group with 16 rows of activations, as int32 [16][16]. */
-#define TP_AMX_PRODUCT(w, x, h, out)                                                      \
-    do {                                                                                  \
-        __builtin_ia32_tilezero(amx_product + h);                                         \
-        __builtin_ia32_tileloadd64(amx_codes + h, (w)->codes + h * (8 / TP_HALVES), 64);  \
-        __builtin_ia32_tileloadd64(amx_rows + h, (x) + h * TP_GROUP, 32);                 \
-        __builtin_ia32_tdpbssd(amx_product + h, amx_rows + h, amx_codes + h);             \
-        __builtin_ia32_tilestored64(amx_product + h, (out) + h * amx_block * TP_TILE, 64); \
-    } while (0)
-
-TP_INLINE void amx_products(const tile16_group *w, const int8_t *x, int32_t *out) {
-    TP_AMX_PRODUCT(w, x, 0, out);
-#if TP_HALVES == 2
-    TP_AMX_PRODUCT(w, x, 1, out);
-#endif
-}
-
-/* Rows t .. t + 15; those behind the last are computed from junk and dropped. */
-TP_FN void multiply_amx_rows(const tile16_group *w, int64_t groups, const operand *x, int t, float *sums) {
-    int32_t exact[2][TP_HALVES * amx_block * TP_TILE] __attribute__((aligned(64)));
-    vf sum[amx_block];
-    TP_UNROLL for (int r = 0; r < amx_block; r++) sum[r] = vf_load(sums + r * TP_TILE);
-    const int8_t *codes = x->codes + t * 32;
-    const float *scale = x->scale + t;
-    const side *at = x->side + t * TP_HALVES;
-    amx_products(w, codes, exact[0]);
-    for (int64_t g = 0; g < groups; g++, w++) {
-        codes += x->cap * 32;
-        if (g + 1 < groups) amx_products(w + 1, codes, exact[(g + 1) & 1]);
-        const int32_t *products = exact[g & 1];
-        TP_UNROLL for (int r = 0; r < amx_block; r++) {
-            vf product = { 0 };
-            TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
-                vf part = vf_from_int(*(const vi *)(products + (h * amx_block + r) * TP_TILE));
-                product = h ? vf_fma(part, w->scale[h], product) : part * w->scale[h];
-            }
-            sum[r] = add_product(sum[r], product, w, scale[r], at + r * TP_HALVES);
-        }
-        scale += x->cap, at += x->rows * TP_HALVES;
-    }
-    TP_UNROLL for (int r = 0; r < amx_block; r++)
-        if (t + r < x->rows) vf_store(sums + r * TP_TILE, sum[r]);
-}
-
-TP_FN void multiply_amx(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
-    tile16_group *decoded = (tile16_group *)((char *)x->side + TP_CHUNK / 32 * 64 * TP_HALVES * sizeof(side) + 4096);
-    for (int64_t g = 0; g < groups; g++) {
-        tile16_group *group = &decoded[g];
-        tile16_decode(w + g / (TP_SUPER / 32) * TP_RECORD_BYTES, (int)(g % (TP_SUPER / 32)), 0, group);
-        TP_UNROLL for (int s = 0; s < 8; s++) group->codes[s] = (vb)((vub)group->codes[s] - (uint8_t)TP_ZERO);
-    }
-    amx_configure();
-    for (int t = 0; t < x->rows; t += amx_block) multiply_amx_rows(decoded, groups, x, t, sums + t * TP_TILE);
-    __builtin_ia32_tilerelease();
-}
-#endif
-
 /* Add the products of elements k0 .. k1 into sums[tile][rows][16] for `tiles` tiles. */
 TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
     int64_t groups = (k1 - k0) / 32, skip = TP_TILE_BYTES(k0);
     int64_t stride = (int64_t)x->rows * TP_TILE;
     for (int n = 0; n < tiles; n++, sums += stride) {
         if (x->rows == 1) multiply_one(w[n] + skip, groups, x, sums);
-#ifdef __AMX_INT8__
-        /* tiles of activations are read whole: up to 15 rows more, which must still lie in the x8 buffer */
-        else if (x->rows > 4 && groups * x->cap >= 64) multiply_amx(w[n] + skip, groups, x, sums);
-#endif
         else
             for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n] + skip, u, groups, x, sums + u * TP_WIDTH);
     }

@@ -1,0 +1,26 @@
+"""Model families, one file each. To add one: its file, a line in FAMILIES, a row of tests/parity/test_families.py."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from tapeout.compiler.models.base import Family
+from tapeout.runtime.errors import TapeoutError
+
+# module name -> the architecture strings of config.json and of GGUF that it serves
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3"),
+}
+
+
+def find_family(architectures: list[str], where: str) -> Family:
+    """The family that serves the first known architecture. Raises TapeoutError listing the known ones."""
+    for module, known in FAMILIES.items():
+        if any(name in known for name in architectures):
+            loaded: Any = importlib.import_module(f"tapeout.compiler.models.{module}")
+            return loaded.FAMILY
+    known = ", ".join(name for names in FAMILIES.values() for name in names)
+    raise TapeoutError(f"{where}: architecture {', '.join(architectures) or 'missing'} is unknown; known are {known}")

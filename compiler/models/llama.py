@@ -1,0 +1,102 @@
+"""Llama (``LlamaForCausalLM``, GGUF ``llama``): SmolLM2, Llama 2 and 3, and everything of their shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tapeout.compiler.ir import Builder
+from tapeout.compiler.models import names
+from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources, rope_from_gguf, rope_from_hf
+from tapeout.compiler.recipes import Constant, HalvesFromPairs, Recipe
+
+ROTARY = "model.rotary_emb"
+
+
+@dataclass(frozen=True)
+class LlamaConfig(Config):
+    """Llama's own fields."""
+
+    rope: Rope
+    attention_bias: bool
+    mlp_bias: bool
+
+
+def parse_hf(raw: Mapping[str, Any]) -> LlamaConfig:
+    """From config.json."""
+    fields = Fields(raw, "config.json")
+    fields.choice("hidden_act", {"silu": "silu"}, "silu")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", hidden // heads)
+    context = fields.integer("max_position_embeddings", 2048)
+    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+    return LlamaConfig(
+        vocab_size=fields.integer("vocab_size"),
+        hidden=hidden,
+        layers=fields.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=fields.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        ffn=fields.integer("intermediate_size"),
+        eps=fields.number("rms_norm_eps", 1e-6),
+        max_context=context,
+        tied=fields.flag("tie_word_embeddings", False),
+        rope=rope_from_hf(fields, fields.number("rope_theta", 10000.0), head_dim, scaling, context),
+        attention_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+    )
+
+
+def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LlamaConfig:
+    """From GGUF metadata and the shapes of the file's tensors."""
+    fields = Fields(raw, "GGUF metadata")
+    fields.refuse("llama.expert_count", "llama.attention.sliding_window")
+    common = names.gguf_common(fields, "llama", shapes)
+    return LlamaConfig(
+        **common,
+        rope=rope_from_gguf(fields, "llama", fields.number("llama.rope.freq_base", 10000.0), common["head_dim"]),
+        attention_bias="blk.0.attn_q.bias" in shapes,
+        mlp_bias="blk.0.ffn_up.bias" in shapes,
+    )
+
+
+def gguf(config: LlamaConfig) -> Sources:
+    """GGUF stores q and k rows in pair order; bring them to halves."""
+    heads = {"q_proj": config.heads, "k_proj": config.kv_heads}
+
+    def adapt(slot: str, recipe: Recipe) -> Recipe:
+        count = heads.get(slot.removesuffix(".bias").rpartition(".")[2])
+        return HalvesFromPairs(recipe, count) if count else recipe
+
+    return Sources(names.gguf_names(NAMES, ROTARY), adapt, names.gguf_ignored)
+
+
+NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+
+
+def constants(config: LlamaConfig) -> Mapping[str, Recipe]:
+    """The rotary frequencies."""
+    return {ROTARY: Constant(config.rope.inv_freq())}
+
+
+def forward(config: LlamaConfig, b: Builder) -> str:
+    """x += o(attention(rope(q), rope(k), v)); x += down(silu(gate) * up)."""
+    factor = config.rope.cos_sin_factor()
+    x = b.embed("model.embed_tokens", config.vocab_size, config.hidden)
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}"
+        h = b.rmsnorm(f"{at}.input_layernorm", x, config.eps)
+        q, k, v = names.qkv(b, f"{at}.self_attn", h, config, config.attention_bias)
+        q = b.rope(f"{at}.self_attn.q_rope", q, ROTARY, config.head_dim, factor)
+        k = b.rope(f"{at}.self_attn.k_rope", k, ROTARY, config.head_dim, factor)
+        attended = b.attention(f"{at}.self_attn.attention", (q, k, v), layer=layer, head_dim=config.head_dim,
+                               scale=config.head_dim**-0.5, window=0)  # fmt: skip
+        o = b.linear(f"{at}.self_attn.o_proj", attended, config.hidden, ("hidden", "heads"), bias=config.attention_bias)
+        x = b.add(f"{at}.attention_residual", x, o)
+        h = b.rmsnorm(f"{at}.post_attention_layernorm", x, config.eps)
+        x = b.add(at, x, names.gated_mlp(b, f"{at}.mlp", h, config, "silu", config.mlp_bias))
+    return names.head(b, x, config)
+
+
+FAMILY = Family("llama", parse_hf, parse_gguf, lambda config: names.HF_SOURCES, gguf, constants, forward)

@@ -1,0 +1,79 @@
+"""`tapeout verify`: an artifact beside an independent reference on the same tokens, op by op and at the logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.compiler.progress import Progress, SilentProgress
+from tapeout.compiler.verify.compare import compare_ops
+from tapeout.compiler.verify.reference import Reference
+from tapeout.compiler.verify.report import LogitsError, OpError, VerifyReport, compare_logits
+from tapeout.compiler.verify.written import collect_written
+from tapeout.runtime import load
+from tapeout.runtime.errors import TapeoutError
+from tapeout.runtime.model import Model
+
+__all__ = ["LogitsError", "OpError", "VerifyReport", "verify_artifact"]
+
+
+def verify_artifact(
+    artifact: Path,
+    *,
+    source: str | Path | None = None,
+    positions: int = 512,
+    text: str | None = None,
+    threads: int | None = None,
+    target: str | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Run ``positions`` tokens of ``text`` through an artifact and through transformers in float32, and compare.
+
+    ``source`` is the checkpoint, by default the one the plan names. Every op is compared twice: with the reference's
+    own run (``drift``, which adds up over the layers), and with what the reference module makes of the very values
+    that the artifact gave that op (``own``, which does not). An op departs when its own error passes its tolerance.
+    ``threads`` and ``target`` are those of ``tapeout.runtime.load``. Raises TapeoutError in one sentence.
+    """
+    work = (progress or SilentProgress()).task("verifying", 5)
+    with work, load(artifact, threads=threads, target=target) as model:
+        ids = _token_ids(model, text, positions)
+        reference = Reference.open(_checkpoint(model, source), model.plan["checkpoint"]["container"])
+        work.advance(1)
+        written = collect_written(model, ids)
+        work.advance(1)
+        logits = model.logits(ids)
+        work.advance(1)
+        expected, drift = compare_ops(reference, ids, written, forced=False)
+        work.advance(1)
+        own = compare_ops(reference, ids, written, forced=True)[1]
+        work.advance(1)
+        replayed = next((item.values for item in reversed(written) if item.op == "lm_head"), logits)
+        return VerifyReport(
+            artifact=str(artifact),
+            reference=reference.name,
+            positions=len(ids),
+            ops=tuple(OpError.of(item, own[item.key], drift[item.key]) for item in written if item.key in own),
+            unmatched=tuple(item.op for item in written if item.key not in own),
+            logits=compare_logits(expected, logits),
+            replays=bool((replayed == logits).all()),
+        )
+
+
+def _checkpoint(model: Model, source: str | Path | None) -> Path:
+    named = str(source) if source is not None else str(model.plan["spec"]["model"]["source"])
+    return resolve_source(named, Path.cwd())
+
+
+def _token_ids(model: Model, text: str | None, positions: int) -> list[int]:
+    """The first ``positions`` tokens of a text; without one, of a module of the standard library."""
+    if text is None:
+        import argparse
+        import inspect
+
+        text = inspect.getsource(argparse)[: 16 * positions]
+    ids = model.tokenizer.encode(text)[: min(positions, model.max_context)]
+    if len(ids) < min(positions, model.max_context):
+        raise TapeoutError(
+            f"the text has {len(ids)} tokens, but {positions} positions are to be compared; give a longer text"
+        )
+    return list(ids)

@@ -1,0 +1,143 @@
+"""The independent reference: transformers on the checkpoint itself, in float32 with eager attention."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tapeout.runtime.errors import TapeoutError
+
+Floats = npt.NDArray[np.float32]
+Visit = Callable[[str, Floats], Floats | None]
+
+# Values that no module of transformers returns, by the modules that receive them: the first that exists.
+RECEIVED_BY = {
+    "self_attn.attention": ("self_attn.o_proj",),
+    "mlp.act": ("mlp.down_proj",),
+    "attention_residual": ("pre_feedforward_layernorm", "post_attention_layernorm"),
+}
+
+
+class Reference:
+    """A loaded transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.modules: dict[str, Any] = dict(model.named_modules())
+        self.name = f"{type(model).__name__} of transformers {_library('transformers').__version__}, float32, eager"
+
+    @classmethod
+    def open(cls, path: Path, container: str) -> Reference:
+        """From a checkpoint folder or a GGUF. Raises TapeoutError when a library of the extra ``verify`` is absent."""
+        transformers, torch = _library("transformers"), _library("torch")
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        auto = transformers.AutoModelForCausalLM
+        if container != "gguf":
+            return cls(auto.from_pretrained(path, **options).eval())
+        model = auto.from_pretrained(path.parent, gguf_file=path.name, **options)
+        return cls(_amended(model, path, options["dtype"]).eval())
+
+    def knows(self, op: str) -> bool:
+        """Whether the reference has a value of that name."""
+        return self._site(op) is not None
+
+    def run(self, ids: Sequence[int], ops: Iterable[str], visit: Visit) -> Floats:
+        """Logits float32 [positions, vocab]; ``visit`` sees every named op's value [positions, columns] in order.
+
+        What ``visit`` answers replaces the value, in place, for all that reads it.
+        """
+        torch = _library("torch")
+        handles = [self._hook(op, visit) for op in dict.fromkeys(ops)]
+        try:
+            with torch.no_grad():
+                return self.model(torch.tensor([list(ids)]), use_cache=False).logits[0].numpy()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _site(self, op: str) -> tuple[Any, bool] | None:
+        """The module to watch, and whether its input (not its output) is the value."""
+        if op in self.modules:
+            return self.modules[op], False
+        for suffix, readers in RECEIVED_BY.items():
+            if op.endswith(f".{suffix}"):
+                names = (op.removesuffix(suffix) + reader for reader in readers)
+                return next(((self.modules[name], True) for name in names if name in self.modules), None)
+        return None
+
+    def _hook(self, op: str, visit: Visit) -> Any:
+        torch = _library("torch")
+
+        def see(value: Any) -> None:
+            tensor = value[0] if isinstance(value, tuple) else value
+            flat = tensor.reshape(-1, tensor.shape[-1])
+            replacement = visit(op, flat.numpy())
+            if replacement is not None:
+                tensor.copy_(torch.from_numpy(replacement).view(tensor.shape))
+
+        site = self._site(op)
+        assert site is not None, op
+        module, received = site
+        if received:
+            return module.register_forward_pre_hook(lambda _module, args: see(args[0]))  # pyright: ignore[reportUnknownLambdaType]
+        return module.register_forward_hook(lambda _module, _args, output: see(output))  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TapeoutError(
+            f"verify runs the reference with {name}, which is not installed; pip install 'tapeout[verify]'"
+        ) from error
+
+
+def _amended(model: Any, path: Path, dtype: Any) -> Any:
+    """transformers 5.24 drops rope scaling, rope divisors and Gemma's softmax scale of a GGUF; set them from the file.
+
+    Read with gguf-py, so that nothing of Tapeout's own parsing is believed here.
+    """
+    gguf, torch = _library("gguf"), _library("torch")
+    reader = gguf.GGUFReader(path)
+    arch = _field(reader, "general.architecture")
+    config = model.config
+    changed = _rope_scaling(config, reader, arch)
+    if arch == "gemma3":
+        scalar = config.hidden_size / config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
+        changed |= config.query_pre_attn_scalar != scalar
+        config.query_pre_attn_scalar = scalar
+    if changed:
+        rebuilt = type(model)._from_config(config, attn_implementation="eager", dtype=dtype)
+        rebuilt.load_state_dict(model.state_dict(), strict=False)
+        rebuilt.tie_weights()
+        model = rebuilt
+    divisors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
+    if divisors is not None:
+        rotary = model.model.rotary_emb
+        rotary.inv_freq = rotary.inv_freq / torch.from_numpy(np.array(divisors.data, np.float32))
+    return model
+
+
+def _rope_scaling(config: Any, reader: Any, arch: str) -> bool:
+    kind = _field(reader, f"{arch}.rope.scaling.type") or "none"
+    if kind == "none":
+        return False
+    whole = config.rope_parameters
+    rope = whole.get("full_attention", whole)
+    rope |= {"rope_type": kind, "factor": float(_field(reader, f"{arch}.rope.scaling.factor"))}
+    original = _field(reader, f"{arch}.rope.scaling.original_context_length")
+    if original is not None:
+        rope["original_max_position_embeddings"] = int(original)
+    return True
+
+
+def _field(reader: Any, key: str) -> Any:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()

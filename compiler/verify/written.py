@@ -1,0 +1,114 @@
+"""What an artifact's launches wrote for a run of tokens, put together over chunks and row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tapeout.runtime.model import Model, Traced
+
+Floats = npt.NDArray[np.float32]
+Key = tuple[bool, int, str]  # (of the head list, launch index, op)
+
+EXACT = 1e-4  # computed in float32 from values that were seen
+F16 = 5e-3  # through the F16 cache: 11 bits of mantissa
+INT8 = 6e-2  # rounded to int8 in groups of 32, to 127th parts of the group's largest
+RECODED = 3.0  # times a converted weight's own relative error
+
+
+@dataclass(frozen=True)
+class Written:
+    """One op's value as one launch wrote it: float32 [positions, columns].
+
+    ``base`` is what an in-place launch added to. ``tolerance`` is the relative error that its arithmetic allows.
+    """
+
+    key: Key
+    graph: str
+    kernel: str
+    values: Floats
+    base: Floats | None
+    tolerance: float
+
+    @property
+    def op(self) -> str:
+        """The op's name."""
+        return self.key[2]
+
+
+def collect_written(model: Model, ids: Sequence[int]) -> list[Written]:
+    """Trace a run; in launch order, the body before the head."""
+    graphs = {graph["name"]: _Graph(model.plan, graph) for graph in model.plan["graphs"]}
+    pieces: dict[Key, list[Floats]] = {}
+    places: dict[Key, tuple[str, str]] = {}
+    for traced in model.trace(ids):
+        graph = graphs[traced.graph]
+        for op, start, stop in traced.produces:
+            key = (graph.head, traced.index, op)
+            pieces.setdefault(key, []).append(traced.values[:, start:stop])
+            places.setdefault(key, (traced.graph, traced.kernel))
+    values = {key: np.concatenate(parts) for key, parts in pieces.items()}
+    written: list[Written] = []
+    for key in sorted(values, key=lambda key: key[:2]):
+        graph = graphs[places[key][0]]
+        base = graph.base(key)
+        written.append(
+            Written(key, *places[key], values[key], None if base is None else values[base], graph.tolerance[key[1]])
+        )
+    return written
+
+
+class _Graph:
+    """A launch list of the plan, read for what verification needs of it."""
+
+    def __init__(self, plan: Mapping[str, Any], graph: Mapping[str, Any]) -> None:
+        self.head: bool = graph["phase"] == "head"
+        self.launches: Sequence[Mapping[str, Any]] = graph["launches"]
+        converted = {weight["name"]: weight["error"]["relative_rms"] for weight in plan["weights"] if "error" in weight}
+        cache = F16 if plan["memory"]["kv"]["dtype"] == "f16" else EXACT
+        self.bases: dict[int, Key] = {}
+        self.tolerance: list[float] = []
+        unseen: dict[int, float] = {}  # arena offsets written by launches whose values are not traced
+        owner: dict[int, Key] = {}
+        for index, launch in enumerate(self.launches):
+            args, output = launch["args"], launch.get("output")
+            reads = [_offset(value) for name, value in args.items() if name != (output or {}).get("arg", "y")]
+            allowed = max((unseen.get(place, EXACT) for place in reads if place is not None), default=EXACT)
+            if any(isinstance(value, list) and value[0] == "kv" for value in args.values()):
+                allowed = max(allowed, cache)
+            if output is None:
+                place = _offset(args.get("y"))
+                if place is not None:
+                    unseen[place] = INT8 if launch["kernel"].endswith("x8") else allowed
+                self.tolerance.append(allowed)
+                continue
+            place = _offset(args[output["arg"]])
+            assert place is not None
+            if output["in_place"] and place in owner:
+                self.bases[index] = owner[place]
+            if output["kind"] != "f32":
+                allowed = INT8
+            for made in launch["produces"][:1]:
+                owner[place] = (self.head, index, made["op"])
+            unseen.pop(place, None)
+            recoded = [converted.get(value[1], 0.0) for value in args.values() if _is_weight(value)]
+            self.tolerance.append(allowed + RECODED * max(recoded, default=0.0))
+
+    def base(self, key: Key) -> Key | None:
+        """What the launch of ``key`` added to."""
+        return self.bases.get(key[1])
+
+
+def _offset(value: Any) -> int | None:
+    return value[1] if isinstance(value, list) and value[0] == "arena" else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, list) and value[0] == "weight"
+
+
+__all__ = ["EXACT", "F16", "INT8", "Traced", "Written", "collect_written"]
