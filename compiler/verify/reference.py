@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ class Reference:
         auto = transformers.AutoModelForCausalLM
         if container != "gguf":
             return cls(auto.from_pretrained(path, **options).eval())
-        model = auto.from_pretrained(path.parent, gguf_file=path.name, **options)
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars cannot be turned off
+            model = auto.from_pretrained(path.parent, gguf_file=path.name, **options)
         return cls(_amended(model, path, options["dtype"]).eval())
 
     def knows(self, op: str) -> bool:

@@ -35,8 +35,9 @@ CASES: dict[str, Callable[[], Witness]] = {
 }
 
 
-def build(source: Path, output: Path, quantization: Quantization | None = None, kv: str = "f32", chunk: int = 64) -> Path:
-    serving = Serving(max_context=512, max_sequences=2, kv_dtype=kv, page_tokens=16, prefill_chunk=chunk)  # type: ignore[arg-type]
+def build(source: Path, output: Path, quantization: Quantization | None = None, kv: str = "f32") -> Path:
+    sizes = {"max_context": 512, "max_sequences": 2, "page_tokens": 16, "prefill_chunk": 64}
+    serving = Serving.model_validate({"kv_dtype": kv, **sizes})
     spec = Spec(model=ModelSection(source=str(source)), quantization=quantization or Quantization(), serving=serving)
     compile_spec(spec, output, cache=False)
     return output
@@ -116,13 +117,15 @@ def test_quantized_files_follow_the_dequantized_reference(kind: str, tmp_path: P
     reference, ids = witness.llama(), token_ids(80)
     held = reference.write_gguf(tmp_path / "model.gguf", {"*": kind})
     with load(build(tmp_path / "model.gguf", tmp_path / "artifact", kv="f16")) as model:
-        divergences = [kl_divergence(held.logits(ids), ours) for ours in (model.logits(ids), decoded_logits(model, ids))]
-    assert max(each.mean() for each in divergences) <= (1e-5 if kind in ("F16", "BF16") else 5e-3)
+        both = (model.logits(ids), decoded_logits(model, ids))
+        divergences = [kl_divergence(held.logits(ids), logits).mean() for logits in both]
+    assert max(divergences) <= (1e-5 if kind in ("F16", "BF16") else 5e-3)
 
 
 def test_mixed_formats_in_one_fused_layer(tmp_path: Path) -> None:
     reference, ids = witness.llama(), token_ids(80)
-    formats = {"*attn_q.weight": "Q5_0", "*attn_k.weight": "Q4_1", "*attn_v.weight": "Q8_0", "*ffn_up*": "Q4_0", "*": "Q8_0"}
+    parts = {"*attn_q.weight": "Q5_0", "*attn_k.weight": "Q4_1", "*attn_v.weight": "Q8_0", "*ffn_up*": "Q4_0"}
+    formats = {**parts, "*": "Q8_0"}
     held = reference.write_gguf(tmp_path / "model.gguf", formats)
     with load(build(tmp_path / "model.gguf", tmp_path / "artifact", kv="f16")) as model:
         assert kl_divergence(held.logits(ids), model.logits(ids)).mean() <= 5e-3
@@ -137,7 +140,8 @@ def test_sequences_decoded_together_equal_each_alone(tmp_path: Path) -> None:
     with load(build(reference.save_hf(tmp_path / "hf"), tmp_path / "artifact")) as model:
         alone = [[step.token for step in model.generate(ids, max_tokens=10)] for ids in prompts]
         sequences = [model.pool.open() for _ in prompts]
-        together: list[list[int]] = [[model.prefill(s, ids, True) or 0] for s, ids in zip(sequences, prompts, strict=True)]
+        pairs = zip(sequences, prompts, strict=True)
+        together: list[list[int]] = [[model.prefill(sequence, ids, True) or 0] for sequence, ids in pairs]
         for _ in range(9):
             for row, token in enumerate(model.decode(sequences, [tokens[-1] for tokens in together])):
                 together[row].append(token)

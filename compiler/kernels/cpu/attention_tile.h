@@ -1,7 +1,7 @@
 /* The matrix product of attention: c[rows][width] (+)= a[rows][n] b[n][width], b float32 or float16.
  *
- * `a` gives scalars, `b` vectors. Element (r, i) of `a` is a[r * row_step + i * step] within a band of TP_BAND rows, and
- * a band lies `band_step` behind the one before; steps are constants where they matter, so that the inner loop is
+ * `a` gives scalars, `b` vectors. Element (r, i) of `a` is a[r * row_step + i * step] within a band of TP_BAND rows,
+ * and a band lies `band_step` behind the one before; steps are constants where they matter, so that the inner loop is
  * loads, broadcasts and fused multiply-adds only. Every element of c is one chain of additions in the order of i, so
  * results do not depend on the width of the machine's vectors. */
 #ifndef TP_ATTENTION_TILE_H

@@ -136,7 +136,8 @@ static void take_part(tp_engine *e, void *scratch) {
         mine += 1;
         claim += 1;
     }
-    if (mine && atomic_fetch_add_explicit(&e->finished, mine, memory_order_acq_rel) + mine == tasks) advance(e, scratch, 0);
+    if (!mine) return;
+    if (atomic_fetch_add_explicit(&e->finished, mine, memory_order_acq_rel) + mine == tasks) advance(e, scratch, 0);
 }
 
 /* Sleeps until something is published, unless that has happened since `epoch` was read. */

@@ -34,21 +34,41 @@ TP_INLINE void multiply_rows(const float *w, int64_t k, const float *x, int64_t 
         for (int u = 0; u < TP_UNITS; u++) vf_store(sums + t * TP_TILE + u * TP_WIDTH, sum[t][u]);
 }
 
+/* One row of activations and `tiles` tiles, weights converted on the way: the decode step, bound by their reading. */
+TP_INLINE void multiply_one(const uint8_t *const *w, int tiles, int64_t k0, int64_t k, const float *x, float *sums) {
+    vf sum[2][TP_UNITS];
+    for (int n = 0; n < tiles; n++)
+        for (int u = 0; u < TP_UNITS; u++) sum[n][u] = vf_load(sums + n * TP_TILE + u * TP_WIDTH);
+    for (int64_t i = 0; i < k; i++)
+        for (int n = 0; n < tiles; n++) {
+            const uint8_t *line = w[n] + TP_TILE_BYTES(k0 + i);
+            __builtin_prefetch(line + TP_AHEAD, 0, 3);
+            for (int u = 0; u < TP_UNITS; u++)
+                sum[n][u] = vf_fma(tile16_float(line + u * TP_WIDTH * TP_BITS / 8), vf_all(x[i]), sum[n][u]);
+        }
+    for (int n = 0; n < tiles; n++)
+        for (int u = 0; u < TP_UNITS; u++) vf_store(sums + n * TP_TILE + u * TP_WIDTH, sum[n][u]);
+}
+
 /* Add the products of elements k0 .. k1 into sums[tile][rows][16] for `tiles` tiles. */
 TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
     enum { block = TP_WIDTH == 16 ? 12 : 6 };
+    int64_t k = k1 - k0;
+    if (x->rows == 1) {
+        int n = 0;
+        for (; n + 2 <= tiles; n += 2) multiply_one(w + n, 2, k0, k, x->x, sums + n * TP_TILE);
+        if (n < tiles) multiply_one(w + n, 1, k0, k, x->x, sums + n * TP_TILE);
+        return;
+    }
     for (int n = 0; n < tiles; n++, sums += x->rows * TP_TILE) {
         const uint8_t *source = w[n] + TP_TILE_BYTES(k0);
-        for (int64_t i = 0; i < (k1 - k0) * TP_UNITS; i++) {
-            __builtin_prefetch(source + TP_AHEAD + i * TP_WIDTH * TP_BITS / 8, 0, 3);
+        for (int64_t i = 0; i < k * TP_UNITS; i++)
             vf_store(x->weights + i * TP_WIDTH, tile16_float(source + i * TP_WIDTH * TP_BITS / 8));
-        }
         int t = 0;
         for (; t + block <= x->rows; t += block)
-            multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, block, sums + t * TP_TILE);
-        for (; t + 4 <= x->rows; t += 4)
-            multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, 4, sums + t * TP_TILE);
-        for (; t < x->rows; t++) multiply_rows(x->weights, k1 - k0, x->x + t * x->k, x->k, 1, sums + t * TP_TILE);
+            multiply_rows(x->weights, k, x->x + t * x->k, x->k, block, sums + t * TP_TILE);
+        for (; t + 4 <= x->rows; t += 4) multiply_rows(x->weights, k, x->x + t * x->k, x->k, 4, sums + t * TP_TILE);
+        for (; t < x->rows; t++) multiply_rows(x->weights, k, x->x + t * x->k, x->k, 1, sums + t * TP_TILE);
     }
 }
 #endif

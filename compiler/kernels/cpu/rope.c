@@ -37,8 +37,10 @@ static void norm_head(float *x, const float *weight, int d, float eps) {
         sum = _mm256_fmadd_ps(v, v, sum);
     }
     const __m256 inverse = _mm256_set1_ps(1.0f / tp_sqrt(tp_sum8(sum) / (float)d + eps));
-    for (int i = 0; i < d; i += 8)
-        _mm256_storeu_ps(x + i, _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(x + i), inverse), _mm256_loadu_ps(weight + i)));
+    for (int i = 0; i < d; i += 8) {
+        const __m256 v = _mm256_mul_ps(_mm256_loadu_ps(x + i), inverse);
+        _mm256_storeu_ps(x + i, _mm256_mul_ps(v, _mm256_loadu_ps(weight + i)));
+    }
 }
 
 /* (a, b) = (a cos - b sin, b cos + a sin) for the halves a, b of x[d]. */

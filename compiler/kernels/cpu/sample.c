@@ -29,7 +29,8 @@ TP_INLINE unsigned candidates8(const distribution *d, int i, const kept *set, ui
     const __m256i sign = _mm256_set1_epi32(INT32_MIN);
     const __m256i bits = _mm256_maskload_epi32((const int *)d->logits + i, tp_mask8(live));
     const __m256i key = _mm256_xor_si256(bits, _mm256_or_si256(_mm256_srai_epi32(bits, 31), sign));
-    const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)(set->key ^ 0x80000000u)), _mm256_xor_si256(key, sign));
+    const __m256i least = _mm256_set1_epi32((int32_t)(set->key ^ 0x80000000u));
+    const __m256i below = _mm256_cmpgt_epi32(least, _mm256_xor_si256(key, sign));
     const __m256i differs = _mm256_and_si256(_mm256_xor_si256(key, _mm256_set1_epi32((int32_t)prefix)),
                                              _mm256_set1_epi32((int32_t)fixed));
     const __m256i agrees = _mm256_cmpeq_epi32(differs, _mm256_setzero_si256());
