@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints import Checkpoint, TensorInfo
+from tapeout.compiler.guards import is_list
 from tapeout.compiler.ir import Builder, Weight
 from tapeout.compiler.models import find_family
-from tapeout.compiler.models.base import Family, Sources
+from tapeout.compiler.models.base import Config, Family, Sources
 from tapeout.compiler.recipes import Convert, Divide, Read, Recipe
 from tapeout.compiler.spec import Model
 from tapeout.compiler.stages import LogicalModel
@@ -19,6 +20,7 @@ def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
     """Parse the config, write down the forward pass, and fill every weight slot from exactly one tensor."""
     family = find_family(_architectures(model, checkpoint), str(checkpoint.path))
     config, sources = _parse(family, checkpoint)
+    _check_scale(config, checkpoint)
     builder = Builder()
     graph = builder.graph(family.forward(config, builder))
     filler = _Filler(family, sources, checkpoint, dict(family.constants(config)))
@@ -42,17 +44,34 @@ def _architectures(model: Model, checkpoint: Checkpoint) -> list[str]:
         return [model.family]
     if checkpoint.container == "gguf":
         return [str(checkpoint.config.get("general.architecture", ""))]
-    listed: list[Any] = checkpoint.config.get("architectures") or []
+    listed: Any = checkpoint.config.get("architectures") or []
+    if not is_list(listed):
+        raise TapeoutError(f"{checkpoint.path}: config.json: architectures is {listed!r}; it must be a list of names")
     return [str(name) for name in listed]
 
 
 def _parse(family: Family, checkpoint: Checkpoint) -> tuple[Any, Sources]:
-    if checkpoint.container == "gguf":
-        shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
-        config = family.parse_gguf(checkpoint.config, shapes)
-        return config, family.gguf(config)
-    config = family.parse_hf(checkpoint.config)
-    return config, family.hf(config)
+    try:
+        if checkpoint.container == "gguf":
+            shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
+            config = family.parse_gguf(checkpoint.config, shapes)
+            return config, family.gguf(config)
+        config = family.parse_hf(checkpoint.config)
+        return config, family.hf(config)
+    except TapeoutError as error:
+        raise TapeoutError(f"{checkpoint.path}: {error}") from error
+
+
+def _check_scale(config: Config, checkpoint: Checkpoint) -> None:
+    """A config far beyond its tensors is refused before a program of its size is built."""
+    extent = max((max(info.shape, default=0) for info in checkpoint.tensors.values()), default=0)
+    claims = ("layers", config.layers, len(checkpoint.tensors)), ("channels a head", config.head_dim, extent)
+    for what, claimed, most in claims:
+        if claimed > most:
+            raise TapeoutError(
+                f"{checkpoint.path}: the config says {claimed} {what}, but the checkpoint has "
+                f"{len(checkpoint.tensors)} tensors of at most {extent} rows or columns; they are not of one model"
+            )
 
 
 def _own_name(checkpoint: Checkpoint) -> str:

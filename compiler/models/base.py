@@ -169,9 +169,9 @@ class Fields:
     def choice(self, key: str, legal: Mapping[str, str], default: str) -> str:
         """One of the legal spellings, mapped to our name."""
         value = self.raw.get(key, default)
-        if value not in legal:
+        if not isinstance(value, str) or value not in legal:
             raise self._bad(key, value, f"one of {', '.join(sorted(legal))}")
-        return legal[str(value)]
+        return legal[value]
 
     def refuse(self, *keys: str) -> None:
         """Refuse keys that change the mathematics and are set to anything but null, false or zero."""

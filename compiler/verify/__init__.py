@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 from pathlib import Path
 
 from tapeout.compiler.checkpoints.source import resolve_source
@@ -67,9 +69,6 @@ def _checkpoint(model: Model, source: str | Path | None) -> Path:
 def _token_ids(model: Model, text: str | None, positions: int) -> list[int]:
     """The first ``positions`` tokens of a text; without one, of a module of the standard library."""
     if text is None:
-        import argparse
-        import inspect
-
         text = inspect.getsource(argparse)[: 16 * positions]
     ids = model.tokenizer.encode(text)[: min(positions, model.max_context)]
     if len(ids) < min(positions, model.max_context):

@@ -38,7 +38,7 @@ def compare_ops(
 
 
 def relative_error(values: Floats, expected: Floats, base: Floats | None = None) -> float:
-    """The worst position's |values - expected| / |expected - base|, where small positions count as a tenth of the median.
+    """|values - expected| / |expected - base| at the worst position; small ones count as a tenth of the median.
 
     Infinite where shapes differ or a value is not finite.
     """

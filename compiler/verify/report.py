@@ -102,8 +102,8 @@ class VerifyReport:
                 *(self._row(name, ops) for name, ops in self._sections()),
                 "",
                 f"KL divergence of the logits: mean {logits.kl_mean:.2e}, max {logits.kl_max:.2e}",
-                f"best token equal at {100 * logits.top1:.1f} % of the positions; where the reference's margin exceeds 1: "
-                f"{logits.sure - logits.sure_wrong} of {logits.sure}",
+                f"best token equal at {100 * logits.top1:.1f} % of the positions; "
+                f"where the reference's margin exceeds 1: {logits.sure - logits.sure_wrong} of {logits.sure}",
                 self.verdict(),
             ]
         )

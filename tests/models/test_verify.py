@@ -14,9 +14,7 @@ pytestmark = pytest.mark.models
 
 
 @pytest.mark.parametrize(("name", "positions"), [("smollm2_gguf", 512), ("gemma3_gguf", 544)])
-def test_whole_artifact_passes(
-    name: str, positions: int, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_whole_artifact_passes(name: str, positions: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     source: Path = request.getfixturevalue(name)
     spec = Spec(model=Model(source=str(source)), serving=Serving(max_context=1024))
     compile_spec(spec, tmp_path / "artifact", cache=False)

@@ -19,7 +19,10 @@ from tapeout.compiler.spec import Model, Quantization, Serving, Spec
 from tapeout.compiler.verify import VerifyReport, verify_artifact
 
 WEIGHTS = "weights/rank0.safetensors"
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. " * 20
+TEXT = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+    * 20
+)
 FORMATS = ["f32", "q8_0"]
 
 

@@ -94,7 +94,9 @@ class Witness:
         stored = pairs_from_halves(values, heads) if heads else values
         if self.arch == "gemma3" and source.endswith("norm.weight"):
             stored = stored + 1
-        kind = next((to for glob, to in formats.items() if fnmatchcase(name, glob)), "F32") if values.ndim > 1 else "F32"
+        kind = (
+            next((to for glob, to in formats.items() if fnmatchcase(name, glob)), "F32") if values.ndim > 1 else "F32"
+        )
         if kind == "F32":
             writer.add_tensor(name, np.ascontiguousarray(stored, np.float32))
             return

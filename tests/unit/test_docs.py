@@ -107,12 +107,13 @@ def test_the_python_of_the_readme_parses() -> None:
 
 
 def test_tables_list_what_there_is() -> None:
-    rows = dict(re.findall(r"^\| (families|formats read|formats written) \| (.*) \|$", text("README.md"), re.M))
+    rows = dict(re.findall(r"^\| (families|formats read|formats written|targets) \| (.*) \|$", text("README.md"), re.M))
     assert rows["formats read"].lower().split(", ") == list(FORMATS)
     left_out = {name for name, known in FORMATS.items() if known.encode is None}
     assert set(re.findall(r"q\d_\w", rows["formats written"].lower())) == left_out
     squeezed = rows["families"].lower().replace(" ", "")
     assert [name for name in FAMILIES if name not in squeezed] == []
+    assert set(re.findall(r"`(x86_64_\w+)`", rows["targets"])) == set(load_device("cpu").targets)
 
 
 def test_the_sections_of_the_plan_are_described() -> None:

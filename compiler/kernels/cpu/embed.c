@@ -13,7 +13,8 @@ static int embed_tasks(const tp_launch *l, const tp_step *s) {
 
 #if TP_KIND
 TP_FN void embed_row(const uint8_t *tile, int row, int64_t k, float scale, float *y) {
-    for (int64_t i = 0; i < k; i++) y[i] = tile16_float(tile + (i * TP_TILE + row / TP_WIDTH * TP_WIDTH) * TP_BITS / 8)[row % TP_WIDTH] * scale;
+    tile += row / TP_WIDTH * TP_WIDTH * TP_BITS / 8;
+    for (int64_t i = 0; i < k; i++) y[i] = tile16_float(tile + TP_TILE_BYTES(i))[row % TP_WIDTH] * scale;
 }
 #else
 TP_FN void embed_row(const uint8_t *tile, int row, int64_t k, float scale, float *y) {
@@ -39,7 +40,8 @@ TP_FN void embed_run(const tp_launch *l, const tp_step *s, int task, void *scrat
     int last = (task + 1) * rows_task < s->rows ? (task + 1) * rows_task : s->rows;
     for (int t = task * rows_task; t < last; t++) {
         int64_t token = s->tokens[t];
-        embed_row(TP_PTR(const uint8_t, l, 0) + token / TP_TILE * TP_TILE_BYTES(k), (int)(token % TP_TILE), k, tp_float(l, 3), TP_PTR(float, l, 1) + t * k);
+        const uint8_t *tile = TP_PTR(const uint8_t, l, 0) + token / TP_TILE * TP_TILE_BYTES(k);
+        embed_row(tile, (int)(token % TP_TILE), k, tp_float(l, 3), TP_PTR(float, l, 1) + t * k);
     }
 }
 

@@ -1,4 +1,4 @@
-/* linear_<format>: y = epilogue(x W^T + bias), compiled once for each weight format and target with -DTP_FORMAT=<format>.
+/* linear_<format>: y = epilogue(x W^T + bias), compiled once a weight format and target with -DTP_FORMAT=<format>.
  *
  * Arguments: 0 x (x8, or f32 [cap][k] for float formats), 1 w (tile16), 2 y f32 (first row, first column), 3 n, 4 k,
  * 5 cap (row capacity of x), 6 ldy (floats a row of y), 7 epilogue, 8 bias f32 (one a row of w) or 0.
@@ -87,8 +87,10 @@ TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scra
 
     const uint8_t *w[task_tiles];
     int streams = tiles << c.gated;
-    for (int i = 0; i < streams; i++)
-        w[i] = TP_PTR(const uint8_t, l, 1) + (c.gated ? i % 2 * (int64_t)c.tiles + first + i / 2 : first + i) * TP_TILE_BYTES(k);
+    for (int i = 0; i < streams; i++) {
+        int64_t tile = c.gated ? (i & 1) * (int64_t)c.tiles + first + i / 2 : first + i;
+        w[i] = TP_PTR(const uint8_t, l, 1) + tile * TP_TILE_BYTES(k);
+    }
 
     int64_t column = (int64_t)first * TP_TILE, ldy = l->arg[6];
     float *y = TP_PTR(float, l, 2) + row * ldy + column, *sums = scratch;

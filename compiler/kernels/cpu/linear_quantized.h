@@ -61,7 +61,8 @@ TP_INLINE void dot(vi *sums, int rows, const vb codes[8], const int8_t *x, int f
     TP_UNROLL for (int s = first; s < first + steps; s++) {
         vb q = codes[s] ^ (vb)vi_all((int32_t)0x80808080), magnitude = __builtin_elementwise_abs(q);
         TP_UNROLL for (int r = 0; r < rows; r++) {
-            vh pairs = (vh)__builtin_ia32_pmaddubsw256(magnitude, __builtin_ia32_psignb256((vb)vi_all(packed[r * 8 + s]), q));
+            vb signed_x = __builtin_ia32_psignb256((vb)vi_all(packed[r * 8 + s]), q);
+            vh pairs = (vh)__builtin_ia32_pmaddubsw256(magnitude, signed_x);
             sums[r] += (vi)__builtin_ia32_pmaddwd256(pairs, (vh){ 0 } + 1);
         }
     }
@@ -85,7 +86,8 @@ TP_INLINE void dot(vi *sums, int rows, const vb codes[8], const int8_t *x, int f
 TP_INLINE void products(vf *product, int rows, const tile16_group *w, const int8_t *x, const side *at) {
     TP_UNROLL for (int h = 0; h < TP_HALVES; h++) {
         vi exact[TP_ROWS];
-        TP_UNROLL for (int r = 0; r < rows; r++) exact[r] = TP_CORRECTED ? vi_all(at[r * TP_HALVES + h].zero) : (vi){ 0 };
+        TP_UNROLL for (int r = 0; r < rows; r++)
+            exact[r] = TP_CORRECTED ? vi_all(at[r * TP_HALVES + h].zero) : (vi){ 0 };
         dot(exact, rows, w->codes, x, h * (8 / TP_HALVES), 8 / TP_HALVES);
         TP_UNROLL for (int r = 0; r < rows; r++) {
             vf part = vf_from_int(exact[r]);
@@ -131,7 +133,8 @@ TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, floa
 }
 
 /* Rows t .. t + rows of one group against one unit of a tile, in memory. */
-TP_INLINE void add_group(float *sums, int t, int rows, const tile16_group *w, const int8_t *x, const float *scale, const side *at) {
+TP_INLINE void add_group(float *sums, int t, int rows, const tile16_group *w, const int8_t *x, const float *scale,
+                         const side *at) {
     vf product[TP_ROWS];
     products(product, rows, w, x + t * 32, at + t * TP_HALVES);
     TP_UNROLL for (int r = t; r < t + rows; r++) {

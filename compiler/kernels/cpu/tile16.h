@@ -1,5 +1,5 @@
 /* The weight layout "tile16": tiles of 16 rows, one 32-bit lane a row. What a record of TP_FORMAT holds, and how to
- * decode it. Codes stand in 64-byte lines: byte 4 * row + j of the line of step s is element k = 4 * s + j of that row. */
+ * decode it. Codes stand in 64-byte lines: byte 4 * row + j of the line of step s is element k = 4 * s + j of the row. */
 #ifndef TAPEOUT_TILE16_H
 #define TAPEOUT_TILE16_H
 #include "simd.h"
