@@ -24,3 +24,14 @@ def gemma3_gguf() -> Path:
     from tapeout.compiler.checkpoints.source import resolve_source
 
     return resolve_source(GEMMA3, Path.cwd())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update-goldens`` rewrites the golden files instead of comparing with them."""
+    parser.addoption("--update-goldens", action="store_true", help="rewrite golden files; review them with git diff")
+
+
+@pytest.fixture
+def update_goldens(request: pytest.FixtureRequest) -> bool:
+    """Whether golden files are to be rewritten."""
+    return bool(request.config.getoption("--update-goldens"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tapeout.compiler.guards import is_mapping
 from tapeout.compiler.ir import Builder
 from tapeout.compiler.recipes import Recipe
 from tapeout.runtime.errors import TapeoutError
@@ -37,13 +38,20 @@ class Rope:
     truncate: bool = True
 
     def inv_freq(self) -> tuple[float, ...]:
-        """Inverse frequencies, float32 values [dim / 2]."""
+        """Inverse frequencies, float32 values [dim / 2]. Raises TapeoutError where the parameters give none."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
-        inv = 1.0 / np.power(self.theta, exponents)
-        scaled = {"none": self._none, "linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}[self.scaling](
-            inv
-        )
-        return tuple(float(value) for value in scaled.astype(np.float32))
+        scale = {"none": self._none, "linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}[self.scaling]
+        try:
+            with np.errstate(all="ignore"):
+                scaled = scale(1.0 / np.power(self.theta, exponents)).astype(np.float32)
+        except (ArithmeticError, ValueError):
+            scaled = np.array([np.nan])
+        if not np.isfinite(scaled).all():
+            raise TapeoutError(
+                f"rope theta {self.theta:g} with scaling {self.scaling} by {self.factor:g} gives frequencies that are "
+                "not finite; theta and the factor must be positive, and theta must not be 1"
+            )
+        return tuple(float(value) for value in scaled)
 
     def cos_sin_factor(self) -> float:
         """What cos and sin are multiplied with (yarn's attention factor, else 1)."""
@@ -157,6 +165,22 @@ class Fields:
             raise self._bad(key, value, "a finite number")
         return float(value)
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self._bad(key, value, "above zero")
+        return value
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """A mapping; empty when the key is missing or null."""
+        value = self.raw.get(key)
+        if value is None:
+            return {}
+        if not is_mapping(value):
+            raise self._bad(key, value, "an object")
+        return value
+
     def flag(self, key: str, default: bool) -> bool:
         """A boolean."""
         value = self.raw.get(key)
@@ -188,24 +212,24 @@ class Fields:
         return TapeoutError(f"{self.what}: {key} {said}; it must be {rule}")
 
 
-def rope_from_hf(fields: Fields, theta: float, dim: int, raw: Mapping[str, Any] | None, max_context: int) -> Rope:
+def rope_from_hf(fields: Fields, theta: float, dim: int, raw: Mapping[str, Any], max_context: int) -> Rope:
     """A Rope from a Hugging Face ``rope_scaling`` or ``rope_parameters`` mapping (all spellings of formats.md 1.2)."""
     if not raw:
         return Rope(theta, dim)
     kind = raw.get("rope_type", raw.get("type", "default"))
     values = Fields(raw, f"{fields.what}: rope scaling")
-    theta = values.number("rope_theta", theta)
+    theta = values.positive("rope_theta", theta)
     if kind in (None, "default"):
         return Rope(theta, dim)
     if kind == "linear":
-        return Rope(theta, dim, "linear", values.number("factor"))
+        return Rope(theta, dim, "linear", values.positive("factor"))
     original = values.integer("original_max_position_embeddings", max_context)
     if kind == "llama3":
-        return Rope(theta, dim, "llama3", values.number("factor"), original,
+        return Rope(theta, dim, "llama3", values.positive("factor"), original,
                     low_freq_factor=values.number("low_freq_factor"),
                     high_freq_factor=values.number("high_freq_factor"))  # fmt: skip
     if kind == "yarn":
-        return Rope(theta, dim, "yarn", values.number("factor"), original, beta_fast=values.number("beta_fast", 32.0),
+        return Rope(theta, dim, "yarn", values.positive("factor"), original, beta_fast=values.number("beta_fast", 32.0),
                     beta_slow=values.number("beta_slow", 1.0), attention_factor=values.number("attention_factor", 0.0),
                     mscale=values.number("mscale", 0.0), mscale_all_dim=values.number("mscale_all_dim", 0.0),
                     truncate=values.flag("truncate", True))  # fmt: skip
@@ -218,7 +242,7 @@ def rope_from_gguf(fields: Fields, arch: str, theta: float, dim: int) -> Rope:
     kind = fields.raw.get(key + "type", "none")
     if kind == "none":
         return Rope(theta, dim)
-    factor = fields.number(key + "factor", 1.0)
+    factor = fields.positive(key + "factor", 1.0)
     if kind == "linear":
         return Rope(theta, dim, "linear", factor)
     if kind == "yarn":

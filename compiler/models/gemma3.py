@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
+from tapeout.compiler.guards import is_list
 from tapeout.compiler.ir import Builder
 from tapeout.compiler.models import names
 from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources, rope_from_gguf, rope_from_hf
@@ -36,28 +37,22 @@ def _layer_kinds(fields: Fields, layers: int) -> tuple[bool, ...]:
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         return _sliding(layers, fields.integer("sliding_window_pattern", 6))
-    if (
-        not isinstance(kinds, list)
-        or len(cast(list[Any], kinds)) != layers
-        or not set(cast(list[str], kinds)) <= set(_KINDS)
-    ):
+    if not is_list(kinds) or len(kinds) != layers or any(kind not in list(_KINDS) for kind in kinds):
         raise TapeoutError(f"config.json: layer_types must list {layers} times one of {', '.join(_KINDS)}")
-    return tuple(_KINDS[kind] for kind in cast(list[str], kinds))
+    return tuple(_KINDS[kind] for kind in kinds)
 
 
 def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
     """From config.json (the text part of a multimodal one)."""
-    raw = raw.get("text_config") or raw
-    fields = Fields(raw, "config.json")
+    fields = Fields(Fields(raw, "config.json").section("text_config") or raw, "config.json")
     fields.refuse("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "attention_bias")
     act = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
     fields.choice(act, {"gelu_pytorch_tanh": "gelu_tanh"}, "gelu_pytorch_tanh")
     layers, head_dim = fields.integer("num_hidden_layers"), fields.integer("head_dim", 256)
     context, heads = fields.integer("max_position_embeddings", 131072), fields.integer("num_attention_heads")
-    nested: Mapping[str, Any] = raw.get("rope_parameters") or {}
-    full: Mapping[str, Any] | None = nested.get("full_attention") or raw.get("rope_scaling")
-    local: Mapping[str, Any] = nested.get("sliding_attention") or {}
-    local_theta = fields.number("rope_local_base_freq", 1e4)
+    nested = Fields(fields.section("rope_parameters"), f"{fields.what}: rope_parameters")
+    full = nested.section("full_attention") or fields.section("rope_scaling")
+    local_theta = fields.positive("rope_local_base_freq", 1e4)
     return Gemma3Config(
         vocab_size=fields.integer("vocab_size", 262208),
         hidden=fields.integer("hidden_size"),
@@ -70,10 +65,10 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
         max_context=context,
         tied=fields.flag("tie_word_embeddings", True),
         rope=rope_from_hf(fields, fields.number("rope_theta", 1e6), head_dim, full, context),
-        local_rope=Rope(Fields(local, fields.what).number("rope_theta", local_theta), head_dim),
+        local_rope=Rope(Fields(nested.section("sliding_attention"), nested.what).positive("rope_theta", local_theta), head_dim),
         window=fields.integer("sliding_window", 4096),
         sliding=_layer_kinds(fields, layers),
-        attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
     )
 
 

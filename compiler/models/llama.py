@@ -30,7 +30,7 @@ def parse_hf(raw: Mapping[str, Any]) -> LlamaConfig:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden // heads)
     context = fields.integer("max_position_embeddings", 2048)
-    scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
+    scaling = fields.section("rope_scaling") or fields.section("rope_parameters")
     return LlamaConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden=hidden,

@@ -7,7 +7,7 @@ import importlib
 import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +79,7 @@ class Reference:
         torch = _library("torch")
 
         def see(value: Any) -> None:
-            tensor = value[0] if isinstance(value, tuple) else value
+            tensor: Any = cast(Any, value)[0] if isinstance(value, tuple) else value
             flat = tensor.reshape(-1, tensor.shape[-1])
             replacement = visit(op, flat.numpy())
             if replacement is not None:
@@ -117,13 +117,14 @@ def _amended(model: Any, path: Path, dtype: Any) -> Any:
         changed |= config.query_pre_attn_scalar != scalar
         config.query_pre_attn_scalar = scalar
     if changed:
-        rebuilt = type(model)._from_config(config, attn_implementation="eager", dtype=dtype)
+        kind: Any = model.__class__
+        rebuilt: Any = kind._from_config(config, attn_implementation="eager", dtype=dtype)
         rebuilt.load_state_dict(model.state_dict(), strict=False)
         rebuilt.tie_weights()
         model = rebuilt
     divisors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
     if divisors is not None:
-        rotary = model.model.rotary_emb
+        rotary: Any = model.model.rotary_emb
         rotary.inv_freq = rotary.inv_freq / torch.from_numpy(np.array(divisors.data, np.float32))
     return model
 

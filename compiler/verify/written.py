@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tapeout.runtime.model import Model, Traced
+from tapeout.compiler.guards import is_list
+from tapeout.runtime.model import Model
 
 Floats = npt.NDArray[np.float32]
 Key = tuple[bool, int, str]  # (of the head list, launch index, op)
@@ -76,9 +77,10 @@ class _Graph:
         owner: dict[int, Key] = {}
         for index, launch in enumerate(self.launches):
             args, output = launch["args"], launch.get("output")
-            reads = [_offset(value) for name, value in args.items() if name != (output or {}).get("arg", "y")]
+            written_to = output["arg"] if output is not None else "y"
+            reads = [_offset(value) for name, value in args.items() if name != written_to]
             allowed = max((unseen.get(place, EXACT) for place in reads if place is not None), default=EXACT)
-            if any(isinstance(value, list) and value[0] == "kv" for value in args.values()):
+            if any(is_list(value) and value[0] == "kv" for value in args.values()):
                 allowed = max(allowed, cache)
             if output is None:
                 place = _offset(args.get("y"))
@@ -104,11 +106,8 @@ class _Graph:
 
 
 def _offset(value: Any) -> int | None:
-    return value[1] if isinstance(value, list) and value[0] == "arena" else None  # pyright: ignore[reportUnknownVariableType]
+    return int(value[1]) if is_list(value) and value[0] == "arena" else None
 
 
 def _is_weight(value: Any) -> bool:
-    return isinstance(value, list) and value[0] == "weight"
-
-
-__all__ = ["EXACT", "F16", "INT8", "Traced", "Written", "collect_written"]
+    return is_list(value) and value[0] == "weight"

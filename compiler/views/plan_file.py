@@ -8,6 +8,7 @@ from typing import Any
 
 from tapeout.compiler.guards import is_mapping
 from tapeout.runtime.errors import TapeoutError
+from tapeout.runtime.manifest import MANIFEST, parse_manifest
 
 Plan = dict[str, Any]
 
@@ -16,7 +17,7 @@ _SECTIONS = ("spec", "model", "weights", "kernels", "memory", "graphs", "decisio
 
 
 def load_plan(path: Path) -> Plan:
-    """The plan of an artifact. Raises TapeoutError when there is none, it is not JSON, or it is of a newer format."""
+    """The plan of an artifact. Raises TapeoutError when there is none, it is damaged, or it is of a newer format."""
     file = path / "plan.json" if path.is_dir() else path
     try:
         plan: Any = json.loads(file.read_bytes())
@@ -24,6 +25,8 @@ def load_plan(path: Path) -> Plan:
         raise TapeoutError(f"{file}: {error.strerror}; give an artifact folder or its plan.json") from error
     except (ValueError, RecursionError) as error:
         raise TapeoutError(f"{file}: not a plan: {error}") from error
+    if path.is_dir() and (path / MANIFEST).is_file():
+        parse_manifest(path).verify([file.name])
     if not is_mapping(plan) or "format_version" not in plan:
         raise TapeoutError(f"{file}: not a plan: it has no format_version")
     if plan["format_version"] != FORMAT_VERSION:
