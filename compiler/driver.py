@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def compile_spec(
         writer.add("plan.json", canonical(plan))
         final = writer.seal(device.targets)
     if weight_cache is not None:
-        weight_cache.record(final / WEIGHTS, report.chunk_bytes, report.sha256, report.spans)
+        with contextlib.suppress(OSError):  # the artifact is whole; the next compile builds again what it cannot find
+            weight_cache.record(final / WEIGHTS, report.chunk_bytes, report.sha256, report.spans)
     return plan
 
 
@@ -124,5 +126,6 @@ def _add_weights(writer: ArtifactWriter, results: Results, checkpoint: Checkpoin
         report = emit_weights(
             entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=_stepper(task)
         )
+        task.note(f"{report.reused} reused, {report.built} built")
     writer.add_weights(WEIGHTS, report)
     return report

@@ -13,6 +13,10 @@ class Task(Protocol):
         """``amount`` more of the total is done. May be called from any thread."""
         ...
 
+    def note(self, text: str) -> None:
+        """Say how it went, once, before it is finished."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(
@@ -32,6 +36,9 @@ class SilentTask:
     """Says nothing."""
 
     def advance(self, amount: int) -> None:
+        """Nothing to do."""
+
+    def note(self, text: str) -> None:
         """Nothing to do."""
 
     def __enter__(self) -> Self:

@@ -151,7 +151,9 @@ class KvRef:
 
 @dataclass(frozen=True)
 class Capacity:
-    """An argument that is the number of rows a launch list is planned for."""
+    """An argument that is the number of rows a launch list is planned for, times ``terms``."""
+
+    terms: int = 1
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,7 @@ class Launch:
 class Buffer:
     """A piece of the arena: ``per_row`` bytes for each row, of at most ``max_rows`` rows. Pinned ones outlive their list.
 
-    ``kind`` is f32 (row-major, ``columns`` wide), x8 (tapeout_cpu.h) or scratch.
+    ``kind`` is f32 (row-major, ``columns`` wide), x8 (tapeout_cpu.h, in ``terms`` terms) or scratch.
     """
 
     name: str
@@ -199,6 +201,7 @@ class Buffer:
     columns: int = 0
     pinned: bool = False
     max_rows: int | None = None
+    terms: int = 1
 
     def nbytes(self, rows: int) -> int:
         """Bytes for a launch list of ``rows`` rows, rounded up to a cache line."""

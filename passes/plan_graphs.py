@@ -65,6 +65,7 @@ class _Binder:
                 "kind": buffer.kind,
                 "stride": buffer.columns,
                 "cap": rows,
+                "terms": buffer.terms,
                 "in_place": buffer.name in launch.reads,
             }
             result["produces"] = [{"op": made.op, "columns": [made.start, made.stop]} for made in launch.produces]
@@ -80,7 +81,7 @@ class _Binder:
                 return ["weight", weight]
             case KvRef(layer):
                 return ["kv", layer * self.memory.kv_layer_bytes]
-            case Capacity():
-                return rows
+            case Capacity(terms):
+                return rows * terms
             case _:
                 return arg

@@ -93,10 +93,20 @@ class _Lowering:
 
     # -- buffers and launches
 
-    def _buffer(self, name: str, columns: int, kind: str = "f32", *, pinned: bool = False) -> Span:
-        per_row = 4 * columns if kind == "f32" else x8_bytes(columns)
-        self.buffers.setdefault(name, Buffer(name, per_row, kind, columns, pinned))
+    def _buffer(self, name: str, columns: int, *, pinned: bool = False) -> Span:
+        self.buffers.setdefault(name, Buffer(name, 4 * columns, "f32", columns, pinned))
         return Span(name)
+
+    def _x8_buffer(self, value: str, columns: int) -> tuple[Span, Capacity]:
+        """A buffer for a value as quantized activations, and its capacity in rows."""
+        terms, name = self._terms(value), f"{value}.x8"
+        self.buffers[name] = Buffer(name, x8_bytes(columns) * terms, "x8", columns, terms=terms)
+        self.quantized[value] = name
+        return Span(name), Capacity(terms)
+
+    def _terms(self, value: str) -> int:
+        """8-bit terms of a quantized value: two where it becomes the logits, whose error nothing evens out any more."""
+        return 2 if self.consumers[value][0].name == self.graph.output else 1
 
     def _emit(
         self,
@@ -122,15 +132,9 @@ class _Lowering:
         """The value as quantized activations, quantizing it now if nothing did yet."""
         if value not in self.quantized:
             source, columns = self.place[value], self._width(value)
-            target = self._buffer(f"{value}.x8", columns, "x8")
-            self._emit(
-                simple.QUANTIZE_X8,
-                op,
-                (source, self._stride(source), target, columns, Capacity()),
-                (source,),
-                (target,),
-            )
-            self.quantized[value] = target.buffer
+            target, capacity = self._x8_buffer(value, columns)
+            args = (source, self._stride(source), target, columns, capacity, capacity.terms)
+            self._emit(simple.QUANTIZE_X8, op, args, (source,), (target,))
         return Span(self.quantized[value])
 
     def _width(self, value: str) -> int:
@@ -159,10 +163,9 @@ class _Lowering:
         ]
         produces = (Produced(op.name, 0, op.width),)
         if quantized:
-            y = self._buffer(f"{op.name}.x8", op.width, "x8")
-            args = (x, self._stride(x), weight, y, op.width, eps, Capacity())
+            y, capacity = self._x8_buffer(op.name, op.width)
+            args = (x, self._stride(x), weight, y, op.width, eps, capacity, capacity.terms)
             self._emit(simple.RMSNORM_X8, op, args, (x,), (y,), produces)
-            self.quantized[op.name] = y.buffer
         if len(quantized) < len(readers):
             y = self._buffer(op.name, op.width)
             self._emit(simple.RMSNORM_F32, op, (x, self._stride(x), weight, y, op.width, eps), (x,), (y,), produces)
@@ -184,10 +187,13 @@ class _Lowering:
         x = self._x8(op.inputs[0], op) if linear.takes_x8(format) else self.place[op.inputs[0]]
         y, epilogue, n, produces = self._epilogue(op)
         bias: Arg = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
-        args = (x, WeightRef(weight), y, n, k, Capacity(), self._stride(y), epilogue, bias)
+        terms = self.buffers[x.buffer].terms
+        args = (x, WeightRef(weight), y, n, k, Capacity(terms), self._stride(y), epilogue, bias, terms)
         reads = (x, y) if epilogue == linear.ADD else (x,)
         self._emit(kernel, op, args, reads, (y,), produces)
         self._record(op, kernel.name, format, k)
+        if terms > 1:
+            self._record_terms(op)
 
     def _epilogue(self, op: Op) -> tuple[Span, int, int, tuple[Produced, ...]]:
         """Where the product goes and what is done to it on the way: (output, epilogue, rows of the weight, values)."""
@@ -268,6 +274,13 @@ class _Lowering:
                 others,
                 evidence,
             )
+        )
+
+    def _record_terms(self, op: Op) -> None:
+        why = "rounding the head's input to 8 bits is the largest single error of the logits"
+        reason = "about 15 bits for the input of the logits; a decode step reads the head once either way"
+        self.decisions.append(
+            Decision("select_kernels", f"{op.name} activations", "two 8-bit terms", reason, (("one 8-bit term", why),))
         )
 
     def _rope(self, op: Op) -> None:

@@ -44,17 +44,17 @@ def _poison(address: int, output: Mapping[str, Any], rows: int, width: int) -> N
     if output["kind"] == "f32":
         _matrix(address, output, rows, width)[:] = np.nan
     else:
-        groups = -(-width // 32)
-        _bytes(address, groups * output["cap"] * 44)[:] = 0xFF
+        _bytes(address, -(-width // 32) * output["cap"] * output["terms"] * 44)[:] = 0xFF
 
 
 def _read(address: int, output: Mapping[str, Any], rows: int, width: int) -> npt.NDArray[np.float32]:
     """The output as float32 [rows, width]; x8 activations (tapeout_cpu.h) are multiplied out."""
     if output["kind"] == "f32":
         return _matrix(address, output, rows, width).copy()
-    groups, cap = -(-width // 32), output["cap"]
-    raw = _bytes(address, groups * cap * 36)
-    codes = raw[: groups * cap * 32].view(np.int8).reshape(groups, cap, 32)[:, :rows]
-    scales = raw[groups * cap * 32 :].view(np.float32).reshape(groups, cap)[:, :rows]
-    values = codes.astype(np.float32) * scales[:, :, None]
+    groups, terms = -(-width // 32), output["terms"]
+    count = groups * output["cap"] * terms
+    raw = _bytes(address, count * 36)
+    codes = raw[: count * 32].view(np.int8).reshape(groups, -1, terms, 32)[:, :rows]
+    scales = raw[count * 32 :].view(np.float32).reshape(groups, -1, terms)[:, :rows]
+    values = (codes.astype(np.float32) * scales[..., None]).sum(axis=2)
     return np.ascontiguousarray(values.transpose(1, 0, 2).reshape(rows, groups * 32)[:, :width])

@@ -58,8 +58,8 @@ def resolve_source(source: str, base: Path, progress: Progress | None = None) ->
     for path in tried:
         if path.exists():
             return path
-    listed = " and ".join(str(path) for path in tried)
-    raise TapeoutError(f"source {source!r}: nothing is there (looked at {listed}); {ACCEPTED}")
+    looked = "" if [source] == list(map(str, tried)) else f" (looked at {' and '.join(map(str, tried))})"
+    raise TapeoutError(f"source {source!r}: nothing is there{looked}; {ACCEPTED}")
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,15 @@ class _LineTask:
     """Prints a line when it is finished."""
 
     def __init__(self, label: str, total: int, unit: str) -> None:
-        self._label, self._total, self._unit = label, total, unit
+        self._label, self._total, self._unit, self._note = label, total, unit, ""
         self._start = time.monotonic()
 
     def advance(self, amount: int) -> None:
         """Lines show no intermediate state."""
+
+    def note(self, text: str) -> None:
+        """Stands in the line."""
+        self._note = f" ({text})"
 
     def __enter__(self) -> Self:
         return self
@@ -34,7 +38,7 @@ class _LineTask:
     ) -> None:
         if kind is None:
             done = f": {size(self._total)}" if self._unit == "B" else ""
-            print(f"{self._label}{done} in {time.monotonic() - self._start:.2f} s", file=sys.stderr)
+            print(f"{self._label}{done}{self._note} in {time.monotonic() - self._start:.2f} s", file=sys.stderr)
 
 
 class _LineProgress:
@@ -44,7 +48,7 @@ class _LineProgress:
 
 class _BarTask:
     def __init__(self, bars: rich.progress.Progress, label: str, total: int, unit: str) -> None:
-        self._bars, self._total, self._unit = bars, total, unit
+        self._bars, self._label, self._total, self._unit = bars, label, total, unit
         self._done = 0
         self._task = bars.add_task(label, total=total, amount="")
 
@@ -53,6 +57,10 @@ class _BarTask:
         self._done += amount
         done = (size(self._done), size(self._total)) if self._unit == "B" else (str(self._done), str(self._total))
         self._bars.update(self._task, advance=amount, amount=" / ".join(done))
+
+    def note(self, text: str) -> None:
+        """Stands beside the label."""
+        self._bars.update(self._task, description=f"{self._label} ({text})")
 
     def __enter__(self) -> Self:
         return self
@@ -83,7 +91,7 @@ def terminal_progress() -> Generator[Progress]:
     from rich.progress import Progress as Bars  # noqa: PLC0415
 
     columns = (
-        TextColumn("{task.description:24}"),
+        TextColumn("{task.description:36}"),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),

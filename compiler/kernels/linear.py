@@ -7,7 +7,7 @@ from tapeout.compiler.kernels.base import Cost
 from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.stages import KernelEntry
 
-PARAMS = ("x", "w", "y", "n", "k", "cap", "ldy", "epilogue", "bias")
+PARAMS = ("x", "w", "y", "n", "k", "cap", "ldy", "epilogue", "bias", "terms")
 STORE, ADD, GATED_SILU, GATED_GELU = range(4)
 GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU}
 LAYOUT = "tile16"

@@ -10,9 +10,9 @@ def _entry(name: str, source: str, *params: str) -> KernelEntry:
 
 
 RMSNORM_F32 = _entry("rmsnorm_f32", "norm.c", "x", "ldx", "weight", "y", "k", "eps")
-RMSNORM_X8 = _entry("rmsnorm_x8", "norm.c", "x", "ldx", "weight", "y", "k", "eps", "cap")
+RMSNORM_X8 = _entry("rmsnorm_x8", "norm.c", "x", "ldx", "weight", "y", "k", "eps", "cap", "terms")
 RMSNORM_ADD = _entry("rmsnorm_add", "norm.c", "x", "ldx", "weight", "y", "k", "eps")
-QUANTIZE_X8 = _entry("quantize_x8", "norm.c", "x", "ldx", "y", "k", "cap")
+QUANTIZE_X8 = _entry("quantize_x8", "norm.c", "x", "ldx", "y", "k", "cap", "terms")
 ROPE_TABLE = _entry("rope_table", "rope.c", "inv_freq", "y", "d", "factor")
 GATED = {
     "silu": _entry("gated_silu", "elementwise.c", "x", "ldx", "y", "k"),

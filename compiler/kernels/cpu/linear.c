@@ -1,7 +1,8 @@
 /* linear_<format>: y = epilogue(x W^T + bias), compiled once a weight format and target with -DTP_FORMAT=<format>.
  *
  * Arguments: 0 x (x8, or f32 [cap][k] for float formats), 1 w (tile16), 2 y f32 (first row, first column), 3 n, 4 k,
- * 5 cap (row capacity of x), 6 ldy (floats a row of y), 7 epilogue, 8 bias f32 (one a row of w) or 0.
+ * 5 cap (row capacity of x), 6 ldy (floats a row of y), 7 epilogue, 8 bias f32 (one a row of w) or 0, 9 terms: with 2,
+ * rows 2t and 2t + 1 of x are the two terms of row t of y (tapeout_cpu.h); 0 and 1 are one term.
  * The gated epilogues read 2n rows of w, gate rows first, n a multiple of 16, and store act(gate) * up. */
 #include "tile16.h"
 
@@ -20,12 +21,16 @@ typedef struct cut {
     int gated, tiles, tiles_task, blocks, rows_block;
 } cut;
 
+/* Rows of x for one row of y. */
+TP_INLINE int terms_of(const tp_launch *l) { return l->arg[9] == 2 ? 2 : 1; }
+
 static cut cut_of(const tp_launch *l, const tp_step *s) {
+    const int rows = s->rows * terms_of(l);
     cut c = { .gated = l->arg[7] >= gated_silu, .tiles = (int)((l->arg[3] + TP_TILE - 1) / TP_TILE) };
-    c.blocks = (s->rows + block_rows - 1) / block_rows;
+    c.blocks = (rows + block_rows - 1) / block_rows;
     if (!c.blocks) return c;
-    c.rows_block = ((s->rows + c.blocks - 1) / c.blocks + 15) & -16; /* whole steps of any kernel */
-    if (c.rows_block > s->rows) c.rows_block = s->rows;
+    c.rows_block = ((rows + c.blocks - 1) / c.blocks + 15) & -16; /* whole steps of any kernel */
+    if (c.rows_block > rows) c.rows_block = rows;
     /* cost in bytes read; ten products take about the time of a byte */
     int64_t k = l->arg[4];
     int64_t tile = (TP_TILE_BYTES(k) + k * TP_TILE * c.rows_block / 10) << c.gated;
@@ -77,11 +82,18 @@ TP_FN void finish(const tp_launch *l, int rows, int tiles, const float *sums, in
     }
 }
 
+/* sums[streams][rows / 2][16]: the sums of both terms of each row. */
+TP_FN void join_terms(float *sums, int streams, int rows) {
+    for (int64_t t = 0; t < (int64_t)streams * rows / 2; t++)
+        for (int u = 0; u < TP_TILE; u += TP_WIDTH)
+            vf_store(sums + t * TP_TILE + u, vf_load(sums + 2 * t * TP_TILE + u) + vf_load(sums + (2 * t + 1) * TP_TILE + u));
+}
+
 TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scratch) {
     cut c = cut_of(l, s);
     int64_t k = l->arg[4], cap = l->arg[5];
     int row = task % c.blocks * c.rows_block, first = task / c.blocks * c.tiles_task;
-    int rows = s->rows - row < c.rows_block ? s->rows - row : c.rows_block;
+    int terms = terms_of(l), left = s->rows * terms - row, rows = left < c.rows_block ? left : c.rows_block;
     int tiles = c.tiles - first < c.tiles_task ? c.tiles - first : c.tiles_task;
     if (rows <= 0) return;
 
@@ -93,8 +105,8 @@ TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scra
     }
 
     int64_t column = (int64_t)first * TP_TILE, ldy = l->arg[6];
-    float *y = TP_PTR(float, l, 2) + row * ldy + column, *sums = scratch;
-    for (int t = 0; t < rows; t++)
+    float *y = TP_PTR(float, l, 2) + row / terms * ldy + column, *sums = scratch;
+    for (int t = 0; t < rows / terms; t++)
         for (int i = 0; i < tiles; i++) __builtin_prefetch(y + t * ldy + i * TP_TILE, 1, 2);
     for (int i = 0; i < streams * rows * TP_TILE; i += TP_TILE)
         for (int u = 0; u < TP_TILE; u += TP_WIDTH) vf_store(sums + i + u, (vf){ 0 });
@@ -103,7 +115,8 @@ TP_FN void linear_run(const tp_launch *l, const tp_step *s, int task, void *scra
         operand x = operand_of(TP_PTR(const void, l, 0), k, cap, k0, k1, row, rows, (char *)scratch + sums_bytes);
         multiply(w, streams, k0, k1, &x, sums);
     }
-    finish(l, rows, tiles, sums, column, y);
+    if (terms == 2) join_terms(sums, streams, rows);
+    finish(l, rows / terms, tiles, sums, column, y);
 }
 
 const tp_kernel TP_PASTE(tp_kernel_linear_, TP_FORMAT) = { "linear_" TP_STRING(TP_FORMAT), linear_tasks, linear_run };

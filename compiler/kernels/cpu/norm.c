@@ -63,25 +63,25 @@ static void rmsnorm_add(const tp_launch *l, const tp_step *s, int task, void *sc
     norm_rows(l, s, task, 1);
 }
 
-/* rmsnorm_x8: 0 x f32, 1 ldx, 2 weight f32[k], 3 y x8, 4 k, 5 eps, 6 cap. */
+/* rmsnorm_x8: 0 x f32, 1 ldx, 2 weight f32[k], 3 y x8, 4 k, 5 eps, 6 cap, 7 terms. */
 static void rmsnorm_x8(const tp_launch *l, const tp_step *s, int task, void *scratch) {
     (void)scratch;
-    const int k = (int)l->arg[4], groups = tp_ceil_div(k, 32);
+    const int k = (int)l->arg[4], groups = tp_ceil_div(k, 32), terms = l->arg[7] == 2 ? 2 : 1;
     for (int row = task * ROWS; row < tp_min(s->rows, (task + 1) * ROWS); row++) {
         const float *x = TP_PTR(const float, l, 0) + row * l->arg[1];
         const __m256 inverse = _mm256_set1_ps(inverse_rms(x, k, tp_float(l, 5)));
         for (int g = 0; g < groups; g++) {
             __m256 v[4];
             for (int j = 0; j < 4; j++) v[j] = normed8(x, TP_PTR(const float, l, 2), inverse, g * 32 + 8 * j, k);
-            tp_store_x8(TP_PTR(void, l, 3), groups, l->arg[6], g, row, v);
+            tp_store_x8(TP_PTR(void, l, 3), groups, l->arg[6], g, row, terms, v);
         }
     }
 }
 
-/* quantize_x8: 0 x f32, 1 ldx, 2 y x8, 3 k, 4 cap. */
+/* quantize_x8: 0 x f32, 1 ldx, 2 y x8, 3 k, 4 cap, 5 terms. */
 static void quantize_x8(const tp_launch *l, const tp_step *s, int task, void *scratch) {
     (void)scratch;
-    const int k = (int)l->arg[3], groups = tp_ceil_div(k, 32);
+    const int k = (int)l->arg[3], groups = tp_ceil_div(k, 32), terms = l->arg[5] == 2 ? 2 : 1;
     for (int row = task * ROWS; row < tp_min(s->rows, (task + 1) * ROWS); row++) {
         const float *x = TP_PTR(const float, l, 0) + row * l->arg[1];
         for (int g = 0; g < groups; g++) {
@@ -90,7 +90,7 @@ static void quantize_x8(const tp_launch *l, const tp_step *s, int task, void *sc
                 const int i = g * 32 + 8 * j;
                 v[j] = i + 8 <= k ? _mm256_loadu_ps(x + i) : _mm256_maskload_ps(x + i, tp_mask8(tp_max(0, k - i)));
             }
-            tp_store_x8(TP_PTR(void, l, 2), groups, l->arg[4], g, row, v);
+            tp_store_x8(TP_PTR(void, l, 2), groups, l->arg[4], g, row, terms, v);
         }
     }
 }

@@ -34,11 +34,18 @@ TP_INLINE void tp_quantize32(const __m256 x[4], int8_t *codes, float *scale, int
     _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(packed, order));
 }
 
-/* Where group g of row t of an x8 buffer lies. */
-TP_INLINE void tp_store_x8(void *y, int64_t groups, int64_t cap, int64_t g, int64_t t, const __m256 x[4]) {
+/* Group g of row t of an x8 buffer of `cap` rows; with two terms, what the first leaves over goes to the row behind. */
+TP_INLINE void tp_store_x8(void *y, int64_t groups, int64_t cap, int64_t g, int64_t t, int64_t terms, __m256 x[4]) {
     char *base = y;
-    tp_quantize32(x, (int8_t *)base + (g * cap + t) * 32, (float *)(base + groups * cap * 32) + g * cap + t,
-                  (int32_t *)(base + groups * cap * 36) + (g * cap + t) * 2);
+    for (int64_t row = g * cap + t * terms, end = row + terms; row < end; row++) {
+        int8_t *codes = (int8_t *)base + row * 32;
+        float *scale = (float *)(base + groups * cap * 32) + row;
+        tp_quantize32(x, codes, scale, (int32_t *)(base + groups * cap * 36) + row * 2);
+        for (int j = 0; j < 4 && row + 1 < end; j++) {
+            const __m256 code = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + 8 * j))));
+            x[j] = _mm256_fnmadd_ps(code, _mm256_set1_ps(*scale), x[j]);
+        }
+    }
 }
 
 #endif

@@ -52,7 +52,10 @@ typedef struct tp_kernel {
  *   codes  int8  [G][cap][32]   round(x / scale), |code| <= 127
  *   scale  float [G][cap]       max|x| / 127
  *   sums   int32 [G][cap][2]    sums of codes 0..15 and 16..31
- * one array behind the other; codes start 64-byte aligned. */
+ * one array behind the other; codes start 64-byte aligned.
+ *
+ * With two terms, rows 2t and 2t + 1 hold row t: the second is what the first leaves over, quantized in the same way, so
+ * that their sum has about 15 bits. `cap` then counts both. */
 static inline const int8_t *tp_x8_codes(const void *x, int64_t g, int64_t cap) { return (const int8_t *)x + g * cap * 32; }
 static inline const float *tp_x8_scale(const void *x, int64_t groups, int64_t g, int64_t cap) {
     return (const float *)((const char *)x + groups * cap * 32) + g * cap;
