@@ -29,7 +29,10 @@ class Step:
 
 
 class Generation:
-    """An iterator over Steps. ``timings`` holds rates once the generation has ended or was left."""
+    """An iterator over Steps. ``timings`` holds rates once the generation has ended or was left.
+
+    Its memory goes back with the last step, with ``close``, or when nothing refers to it any more.
+    """
 
     def __init__(
         self, model: Model, ids: list[int], max_tokens: int, options: Mapping[str, Any], stop: Sequence[str]
@@ -37,15 +40,21 @@ class Generation:
         model.check_prompt(ids)
         if max_tokens < 1:
             raise TapeoutError(f"max_tokens is {max_tokens}; it must be at least 1")
-        self._model, self._ids, self._max_tokens = model, ids, max_tokens
-        self._options = sampling_of(options)
-        self._stop, self._decoder = StopStrings(stop), StreamDecoder(model.tokenizer)
-        self._steps = self._run()
-        self.tokens: list[int] = []
-        self.timings: dict[str, float] = {}
+        self._run = _Run(model, ids, max_tokens, sampling_of(options), stop)
+        self._steps = self._run.steps()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids generated so far, the one that ends it included."""
+        return self._run.tokens
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds and rates; empty until the end."""
+        return self._run.timings
 
     def __iter__(self) -> Iterator[Step]:
-        return self._steps
+        return self
 
     def __next__(self) -> Step:
         return next(self._steps)
@@ -54,25 +63,36 @@ class Generation:
         """End early: give the sequence's memory back and fix the timings."""
         self._steps.close()
 
-    def _run(self) -> Generator[Step, None, None]:
+
+class _Run:
+    """What a generation works with. It does not know its iterator, so that dropping that one ends the run at once."""
+
+    def __init__(
+        self, model: Model, ids: list[int], max_tokens: int, options: Mapping[str, Any], stop: Sequence[str]
+    ) -> None:
+        self._model, self._ids, self._max_tokens, self._options = model, ids, max_tokens, options
+        self._stop, self._decoder = StopStrings(stop), StreamDecoder(model.tokenizer)
+        self.tokens: list[int] = []
+        self.timings: dict[str, float] = {}
+
+    def steps(self) -> Generator[Step, None, None]:
+        """Prefill, then a token a step; the sequence is closed before the last one is handed out."""
         model, sequence = self._model, self._model.pool.open()
         started = time.perf_counter()
         first = started
         try:
             self._sample_at(len(self._ids))
             token = model.prefill(sequence, self._ids, sampling=True)
+            assert token is not None
             first = time.perf_counter()
-            while token is not None:
-                self.tokens.append(token)
-                step = self._step(token, sequence.length)
+            while not (step := self._step(token, sequence.length)).finish_reason:
                 yield step
-                if step.finish_reason:
-                    return
                 self._sample_at(sequence.length + 1)
                 token = model.decode([sequence], [token])[0]
         finally:
             model.pool.close(sequence)
             self._time(started, first, time.perf_counter())
+        yield step
 
     def _sample_at(self, position: int) -> None:
         sampling = self._model.sampling[0]
@@ -81,7 +101,8 @@ class Generation:
         sampling.position = position
 
     def _step(self, token: int, length: int) -> Step:
-        """Decide whether this token is the last, and which text is certain now."""
+        """Take a token: decide whether it is the last, and which text is certain now."""
+        self.tokens.append(token)
         if token in self._model.eos_ids:
             return Step(token, self._stop.push(self._decoder.flush()) + self._stop.flush(), "eos")
         text = self._stop.push(self._decoder.push(token))

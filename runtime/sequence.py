@@ -110,4 +110,9 @@ def sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
         raise TapeoutError(f"top_p is {top_p}; it must lie above 0 and be at most 1 (1 keeps every token)")
     if top_k < 0:
         raise TapeoutError(f"top_k is {top_k}; it must be 0 (off) or positive")
-    return {"temperature": temperature, "top_p": top_p, "top_k": min(top_k, 2**31 - 1), "seed": int(options["seed"]) % 2**64}
+    return {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": min(top_k, 2**31 - 1),
+        "seed": int(options["seed"]) % 2**64,
+    }

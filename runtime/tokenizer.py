@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in an artifact folder. Raises TapeoutError when it is missing or damaged."""
+    """The tokenizer in an artifact folder, or one without tokens. Raises TapeoutError when it is damaged."""
     generation = _generation(folder / GENERATION)
     bos, eos, add_bos = generation["bos_token_id"], frozenset(generation["eos_token_ids"]), generation["add_bos"]
     if (folder / TABLE).is_file():
@@ -79,7 +79,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return LibraryTokenizer(
             (folder / LIBRARY).read_bytes(), bos_id=bos, eos_ids=eos, add_bos=add_bos, pieces=generation["pieces"]
         )
-    raise TapeoutError(f"{folder}: has neither {TABLE} nor {LIBRARY}; an artifact needs one of them, so compile again")
+    return NoTokenizer(folder, bos, eos)
 
 
 def _generation(path: Path) -> Mapping[str, Any]:
@@ -97,6 +97,43 @@ def byte_alphabet() -> list[int]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [byte if byte in printable else next(others) for byte in range(256)]
+
+
+class NoTokenizer:
+    """Stands in where the checkpoint had no tokenizer: token ids work, text does not."""
+
+    vocab_size = 0
+
+    def __init__(self, folder: Path, bos_id: int | None, eos_ids: frozenset[int]) -> None:
+        self._folder, self.bos_id, self.eos_ids = folder, bos_id, eos_ids
+
+    def encode(self, text: str, *, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Always raises TapeoutError."""
+        del text, add_bos, special
+        raise TapeoutError(
+            f"{self._folder}: the checkpoint had no tokenizer, so the artifact takes token ids and no text; "
+            "compile from a checkpoint with a tokenizer"
+        )
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """No text."""
+        del ids, skip_special
+        return ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """No bytes."""
+        del token
+        return b""
+
+    def is_special(self, token: int) -> bool:
+        """Never."""
+        del token
+        return False
+
+    def control_texts(self, text: str) -> list[str]:
+        """None."""
+        del text
+        return []
 
 
 class LibraryTokenizer:

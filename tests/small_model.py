@@ -39,11 +39,14 @@ CONFIG: Mapping[str, Any] = {
 }
 
 
-def tensors(config: Mapping[str, Any] = CONFIG, seed: int = 0) -> Arrays:
-    """Every tensor of the model by its Hugging Face name, float32."""
+def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of every tensor."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
     layer = {
         "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
@@ -56,13 +59,18 @@ def tensors(config: Mapping[str, Any] = CONFIG, seed: int = 0) -> Arrays:
         "mlp.down_proj": (hidden, ffn),
     }
     for index in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
+        found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    return found
+
+
+def tensors(config: Mapping[str, Any] = CONFIG, seed: int = 0) -> Arrays:
+    """Random float32 values for every tensor."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.standard_normal(shape).astype(np.float32) * (0.1 if len(shape) > 1 else 1.0)
-        for name, shape in shapes.items()
+        for name, shape in shapes(config).items()
     }
 
 
@@ -91,7 +99,9 @@ def write_tokenizer(folder: Path, tokens: Sequence[str] = TOKENS) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(left, right) for left, right in map(str.split, MERGES)]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[(left, right) for left, right in map(str.split, MERGES)])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(EOS, special=True)])

@@ -208,7 +208,7 @@ class Fields:
                 )
 
     def _bad(self, key: str, value: object, rule: str) -> TapeoutError:
-        said = "is missing" if value is None else f"is {value!r}"
+        said = "is missing" if value is None else f"is {value!r:.60}"
         return TapeoutError(f"{self.what}: {key} {said}; it must be {rule}")
 
 

@@ -42,9 +42,18 @@ def _layer_kinds(fields: Fields, layers: int) -> tuple[bool, ...]:
     return tuple(_KINDS[kind] for kind in kinds)
 
 
+def _tied(whole: Fields, text: Fields) -> bool:
+    """Whether the head is the embedding; a multimodal config says it at either level, or at both."""
+    tied = text.flag("tie_word_embeddings", whole.flag("tie_word_embeddings", True))
+    if whole.flag("tie_word_embeddings", tied) != tied:
+        raise TapeoutError(f"config.json: tie_word_embeddings is {not tied} at the top and {tied} in text_config")
+    return tied
+
+
 def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
     """From config.json (the text part of a multimodal one)."""
-    fields = Fields(Fields(raw, "config.json").section("text_config") or raw, "config.json")
+    whole = Fields(raw, "config.json")
+    fields = Fields(whole.section("text_config") or raw, "config.json")
     fields.refuse("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention", "attention_bias")
     act = "hidden_activation" if "hidden_activation" in fields else "hidden_act"
     fields.choice(act, {"gelu_pytorch_tanh": "gelu_tanh"}, "gelu_pytorch_tanh")
@@ -63,9 +72,11 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
         ffn=fields.integer("intermediate_size"),
         eps=fields.number("rms_norm_eps", 1e-6),
         max_context=context,
-        tied=fields.flag("tie_word_embeddings", True),
+        tied=_tied(whole, fields),
         rope=rope_from_hf(fields, fields.number("rope_theta", 1e6), head_dim, full, context),
-        local_rope=Rope(Fields(nested.section("sliding_attention"), nested.what).positive("rope_theta", local_theta), head_dim),
+        local_rope=Rope(
+            Fields(nested.section("sliding_attention"), nested.what).positive("rope_theta", local_theta), head_dim
+        ),
         window=fields.integer("sliding_window", 4096),
         sliding=_layer_kinds(fields, layers),
         attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,

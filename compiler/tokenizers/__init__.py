@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tapeout.compiler.checkpoints.base import Checkpoint
+from tapeout.compiler.tokenizers.generation import generation, ids_of
 from tapeout.compiler.tokenizers.gguf import GgufTokenizer
 from tapeout.compiler.tokenizers.huggingface import HuggingFaceTokenizer
 from tapeout.compiler.tokenizers.model import NotTabled, TokenizerModel
@@ -47,11 +48,33 @@ class _Built:
 def build_tokenizer(checkpoint: Checkpoint) -> TokenizerFiles:
     """The tokenizer files of an artifact. The same checkpoint gives the same bytes.
 
-    Raises TapeoutError when the checkpoint holds no tokenizer, or one that nothing here can run.
+    A checkpoint without a tokenizer makes an artifact that takes and gives token ids alone. Raises TapeoutError for a
+    tokenizer that nothing here can run.
     """
     if checkpoint.container == "gguf":
-        return _from_gguf(checkpoint)
-    return _from_folder(checkpoint)
+        has_one = checkpoint.config.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+        return _from_gguf(checkpoint) if has_one else _without(checkpoint)
+    return _from_folder(checkpoint) if checkpoint.tokenizer_files else _without(checkpoint)
+
+
+def _without(checkpoint: Checkpoint) -> TokenizerFiles:
+    prefix = "tokenizer.ggml." if checkpoint.container == "gguf" else ""
+    sources = (checkpoint.config, checkpoint.generation_config)
+    ids = {
+        key: [token for source in sources for token in ids_of(source.get(f"{prefix}{key}_token_id"))]
+        for key in ("bos", "eos", "pad")
+    }
+    first = {key: next(iter(found), None) for key, found in ids.items()}
+    section = generation(first["bos"], ids["eos"], add_bos=False, pad=first["pad"], texts={})
+    decision: Json = {
+        "pass": "tokenizer",
+        "subject": "tokenizer",
+        "choice": "none",
+        "reason": "the checkpoint holds no tokenizer, so the artifact takes and gives token ids alone",
+        "alternatives": [],
+        "evidence": {},
+    }
+    return TokenizerFiles({"generation.json": _generation_json(section)}, section, [decision])
 
 
 def _from_gguf(checkpoint: Checkpoint) -> TokenizerFiles:
@@ -117,12 +140,16 @@ def _files(built: _Built, library: bytes | None, generation: Json, template: str
     stored = generation if built.table is not None else {**generation, "pieces": pieces}
     files = {
         "chat_template.jinja": None if template is None else template.encode(),
-        "generation.json": (json.dumps(stored, ensure_ascii=False, sort_keys=True, indent=1) + "\n").encode(),
+        "generation.json": _generation_json(stored),
         "tokenizer.bin": built.table,
         "tokenizer.json": library,
     }
     kept = {name: data for name, data in files.items() if data is not None}
     return TokenizerFiles(kept, generation, [built.decision])
+
+
+def _generation_json(section: Json) -> bytes:
+    return (json.dumps(section, ensure_ascii=False, sort_keys=True, indent=1) + "\n").encode()
 
 
 def _check(table: bytes, library: LibraryTokenizer) -> None:

@@ -1,5 +1,6 @@
-/* A small program on libllama: llama.cpp's own loader without the sampling and chat code of its tools.
- *   llama_probe first  MODEL THREADS CONTEXT ID...          load, run the ids, print the greedy next token
+/* A small program on libllama: llama.cpp's own loader without the sampling and chat code of its tools. Backends are
+ * looked for in the folder that LLAMA_BACKENDS names.
+ *   llama_probe run    MODEL THREADS CONTEXT COUNT ID...    load, run the ids, print COUNT greedy tokens, one a line
  *   llama_probe logits MODEL THREADS IDS_FILE LOGITS_FILE   int32 ids in, float32 [ids][vocab] out, F16 cache */
 #include <stdint.h>
 #include <stdio.h>
@@ -16,7 +17,9 @@ static void quiet(enum ggml_log_level level, const char *text, void *data) {
 
 static struct llama_context *open_model(const char *path, int threads, int context, int batch) {
     llama_log_set(quiet, NULL);
-    ggml_backend_load_all();
+    const char *folder = getenv("LLAMA_BACKENDS");
+    if (folder) ggml_backend_load_all_from_path(folder);
+    else ggml_backend_load_all();
     llama_backend_init();
     struct llama_model *model = llama_model_load_from_file(path, llama_model_default_params());
     if (!model) exit(1);
@@ -29,12 +32,12 @@ static struct llama_context *open_model(const char *path, int threads, int conte
     return ctx;
 }
 
-static float *run(struct llama_context *ctx, const int32_t *ids, int count, int all) {
+static float *run(struct llama_context *ctx, const int32_t *ids, int count, int position, int all) {
     struct llama_batch batch = llama_batch_init(count, 0, 1);
     batch.n_tokens = count;
     for (int i = 0; i < count; i++) {
         batch.token[i] = ids[i];
-        batch.pos[i] = i;
+        batch.pos[i] = position + i;
         batch.n_seq_id[i] = 1;
         batch.seq_id[i][0] = 0;
         batch.logits[i] = all || i == count - 1;
@@ -49,17 +52,21 @@ static int vocab_size(struct llama_context *ctx) {
     return llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)));
 }
 
-static int first(int argc, char **argv) {
-    int count = argc - 5;
+static int generate(int argc, char **argv) {
+    int count = argc - 6, most = atoi(argv[5]);
     int32_t *ids = malloc(sizeof *ids * count);
-    for (int i = 0; i < count; i++) ids[i] = atoi(argv[5 + i]);
+    for (int i = 0; i < count; i++) ids[i] = atoi(argv[6 + i]);
     struct llama_context *ctx = open_model(argv[2], atoi(argv[3]), atoi(argv[4]), 512);
-    float *logits = run(ctx, ids, count, 0);
-    int best = 0;
-    for (int i = 1; i < vocab_size(ctx); i++)
-        if (logits[i] > logits[best]) best = i;
-    printf("%d\n", best);
-    fflush(stdout);
+    int vocab = vocab_size(ctx);
+    for (int done = 0; done < most; done++) {
+        float *logits = done ? run(ctx, ids, 1, count + done - 1, 0) : run(ctx, ids, count, 0, 0);
+        int best = 0;
+        for (int i = 1; i < vocab; i++)
+            if (logits[i] > logits[best]) best = i;
+        printf("%d\n", best);
+        fflush(stdout);
+        ids[0] = best;
+    }
     return 0;
 }
 
@@ -69,7 +76,7 @@ static int all_logits(char **argv) {
     int count = in ? (int)fread(ids, sizeof *ids, 8192, in) : 0;
     if (!count) return 1;
     struct llama_context *ctx = open_model(argv[2], atoi(argv[3]), count, count);
-    float *logits = run(ctx, ids, count, 1);
+    float *logits = run(ctx, ids, count, 0, 1);
     FILE *out = fopen(argv[5], "wb");
     if (!out) return 1;
     fwrite(logits, sizeof *logits, (size_t)count * vocab_size(ctx), out);
@@ -77,8 +84,8 @@ static int all_logits(char **argv) {
 }
 
 int main(int argc, char **argv) {
-    if (argc >= 6 && !strcmp(argv[1], "first")) return first(argc, argv);
+    if (argc >= 7 && !strcmp(argv[1], "run")) return generate(argc, argv);
     if (argc == 6 && !strcmp(argv[1], "logits")) return all_logits(argv);
-    fputs("usage: llama_probe first MODEL THREADS CONTEXT ID... | logits MODEL THREADS IDS LOGITS\n", stderr);
+    fputs("usage: llama_probe run MODEL THREADS CONTEXT COUNT ID... | logits MODEL THREADS IDS LOGITS\n", stderr);
     return 2;
 }

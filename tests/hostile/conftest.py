@@ -5,35 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import small_model
+from workspace import Workspace
 
 from tapeout.compiler.cli import main
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """``gguf`` and ``folder`` are checkpoints, ``artifact`` is what ``gguf`` compiles to; a test may break them."""
-
-    root: Path
-
-    @property
-    def gguf(self) -> Path:
-        return self.root / "model.gguf"
-
-    @property
-    def folder(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def artifact(self) -> Path:
-        return self.root / "artifact"
-
-    def spec(self, source: Path, **sections: dict[str, object]) -> Path:
-        return small_model.write_spec(self.root / "spec.yaml", source, **sections)
 
 
 @pytest.fixture(scope="session")

@@ -286,7 +286,15 @@ def test_broken_metadata_end_in_one_sentence(changes: dict[str, Any], says: str)
 
 def test_a_folder_without_a_tokenizer_says_what_would_work(tmp_path: Path) -> None:
     with pytest.raises(TapeoutError, match=r"has no tokenizer\.json; a folder checkpoint needs one .* GGUF"):
-        build_tokenizer(Checkpoint("safetensors", tmp_path, {}, {}))
+        config = tmp_path / "tokenizer_config.json"
+        build_tokenizer(Checkpoint("safetensors", tmp_path, {}, {}, tokenizer_files={config.name: config}))
+
+
+def test_a_checkpoint_without_any_tokenizer_file_gives_ids_alone(tmp_path: Path) -> None:
+    built = build_tokenizer(Checkpoint("safetensors", tmp_path, {}, {"eos_token_id": [7, 5]}))
+    assert sorted(built.files) == ["generation.json"]
+    assert built.generation["eos_token_ids"] == [5, 7]
+    assert built.decisions[0]["choice"] == "none"
 
 
 def test_a_damaged_table_ends_in_one_sentence(tmp_path: Path) -> None:
@@ -297,9 +305,9 @@ def test_a_damaged_table_ends_in_one_sentence(tmp_path: Path) -> None:
             load_tokenizer(tmp_path)
 
 
-def test_an_artifact_without_tokenizer_files_says_so(tmp_path: Path) -> None:
+def test_an_artifact_without_tokenizer_files_knows_no_text(tmp_path: Path) -> None:
     with pytest.raises(TapeoutError, match=r"generation\.json: is missing"):
         load_tokenizer(tmp_path)
     (tmp_path / "generation.json").write_text("{}")
-    with pytest.raises(TapeoutError, match=r"has neither tokenizer\.bin nor tokenizer\.json"):
-        load_tokenizer(tmp_path)
+    with pytest.raises(TapeoutError, match="the checkpoint had no tokenizer"):
+        load_tokenizer(tmp_path).encode("Hello")

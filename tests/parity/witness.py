@@ -61,7 +61,7 @@ class Witness:
         write_tokenizer(folder)
         return folder
 
-    def write_gguf(self, path: Path, formats: Mapping[str, str] | None = None) -> Witness:
+    def write_gguf(self, path: Path, formats: Mapping[str, str] | None = None, *, tokenizer: bool = True) -> Witness:
         """The same model as a GGUF. ``formats`` maps globs of GGUF tensor names to formats of the matrices.
 
         The first glob that fits decides, F32 without one. Answers with the witness of what the file holds.
@@ -70,7 +70,7 @@ class Witness:
 
         config, state = self.model.config, self.model.state_dict()
         writer = gguf.GGUFWriter(path, self.arch)
-        _metadata(writer, self.arch, config)
+        _metadata(writer, self.arch, config, tokenizer)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.arch.upper()], config.num_hidden_layers)
         held = copy.deepcopy(self.model)
         for source, values in state.items():
@@ -222,7 +222,7 @@ def _paired_heads(arch: str, source: str, config: Any) -> int:
     return config.num_key_value_heads if owner.endswith("k_proj") else 0
 
 
-def _metadata(writer: Any, arch: str, config: Any) -> None:
+def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -246,6 +246,10 @@ def _metadata(writer: Any, arch: str, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_eos_token_id(VOCAB - 1)
+    if not tokenizer:
+        writer.add_tokenizer_model("no_vocab")
+        return
     tokens, merges = vocabulary()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -253,7 +257,6 @@ def _metadata(writer: Any, arch: str, config: Any) -> None:
     writer.add_token_types([3 if token == EOS else 1 for token in tokens])
     writer.add_token_merges(merges)
     writer.add_bos_token_id(len(tokens) - 1)
-    writer.add_eos_token_id(len(tokens) - 1)
     writer.add_add_bos_token(False)
 
 
