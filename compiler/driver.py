@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tapeout.compiler.artifact import ArtifactWriter
@@ -11,16 +13,16 @@ from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.checkpoints.source import resolve_source
 from tapeout.compiler.devices import Device, load_device
-from tapeout.compiler.emit.native import load_native
+from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
 from tapeout.compiler.environment import Environment
-from tapeout.compiler.kernels.toolchain import Unit, build_libraries
+from tapeout.compiler.kernels.toolchain import Unit, build_libraries, build_steps
 from tapeout.compiler.pipeline import Memo, Results
 from tapeout.compiler.plan import Json, add_errors, build_plan, canonical
 from tapeout.compiler.progress import Progress, SilentProgress, Task
 from tapeout.compiler.spec import Spec, require_one_device
 from tapeout.compiler.stages import MemoryPlan, SelectedModel
-from tapeout.compiler.tokenizers import TokenizerFiles, build_tokenizer
+from tapeout.compiler.tokenizers import build_tokenizer
 from tapeout.passes import PIPELINE
 from tapeout.runtime.errors import TapeoutError
 
@@ -51,20 +53,25 @@ def compile_spec(
     device = load_device(spec.topology.device)
     checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))
     results = run_passes(spec, device, checkpoint, memo, progress)
-    tokenizer = build_tokenizer(checkpoint)
-    plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
     if plan_only:
+        tokenizer = build_tokenizer(checkpoint)
+        plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
         _write_plan(output, plan, force)
         return plan
-    memory = results.get(MemoryPlan)
-    needed = memory.weights + sum(map(len, tokenizer.files.values())) + KERNEL_BYTES * len(device.targets)
-    with ArtifactWriter(output, force=force, needed_bytes=needed) as writer:
-        _add_kernels(writer, results.get(SelectedModel), device, progress)
-        _add_tokenizer(writer, tokenizer)
-        weight_cache = WeightCache(Environment.read().cache / "weights") if cache else None
-        report = _add_weights(writer, results, checkpoint, jobs, weight_cache, progress)
+    folder = Environment.read().cache
+    needed = results.get(MemoryPlan).weights + KERNEL_BYTES * len(device.targets)
+    weight_cache = WeightCache(folder / "weights") if cache else None
+    with ArtifactWriter(output, force=force, needed_bytes=needed) as writer, ThreadPoolExecutor(1) as pool:
+        # zig compiles in processes of its own while the tokenizer is built here
+        native = pool.submit(load_native, folder / "emit")
+        libraries = pool.submit(_build_kernels, results.get(SelectedModel), device, folder / "kernels", progress)
+        tokenizer = build_tokenizer(checkpoint)
+        plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
+        files = {f"kernels/cpu-{target}.so": data for target, data in libraries.result().items()}
+        report = _add_weights(writer, results, checkpoint, native.result(), jobs, weight_cache, progress)
         plan = add_errors(plan, report.errors)
-        writer.add("plan.json", canonical(plan))
+        for name, data in {**files, **tokenizer.files, "plan.json": canonical(plan)}.items():
+            writer.add(name, data)
         final = writer.seal(device.targets)
     if weight_cache is not None:
         with contextlib.suppress(OSError):  # the artifact is whole; the next compile builds again what it cannot find
@@ -86,7 +93,12 @@ def _write_plan(output: Path, plan: Json, force: bool) -> None:
     if (target.parent / "manifest.json").exists():
         raise TapeoutError(f"{target.parent}: is a whole artifact, whose plan is not replaced; choose another folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(canonical(plan))
+    partial = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        partial.write_bytes(canonical(plan))
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _stepper(task: Task) -> Callable[[int, int], None]:
@@ -102,26 +114,25 @@ def _stepper(task: Task) -> Callable[[int, int], None]:
     return report
 
 
-def _add_kernels(writer: ArtifactWriter, selected: SelectedModel, device: Device, progress: Progress) -> None:
+def _build_kernels(selected: SelectedModel, device: Device, cache: Path, progress: Progress) -> dict[str, bytes]:
     units = list(dict.fromkeys([*ENGINE, *(Unit(kernel.source, kernel.defines) for kernel in selected.kernels)]))
     names = [kernel.name for kernel in selected.kernels]
-    with progress.task("kernels", (len(units) + 2) * len(device.targets)) as task:
-        libraries = build_libraries(units, names, device.targets, Environment.read().cache / "kernels", _stepper(task))
-    for target, data in libraries.items():
-        writer.add(f"kernels/cpu-{target}.so", data)
+    with progress.task("kernels", build_steps(units, device.targets)) as task:
+        return build_libraries(units, names, device.targets, cache, _stepper(task))
 
 
-def _add_tokenizer(writer: ArtifactWriter, tokenizer: TokenizerFiles) -> None:
-    for name, data in tokenizer.files.items():
-        writer.add(name, data)
-
-
-def _add_weights(writer: ArtifactWriter, results: Results, checkpoint: Checkpoint, jobs: int | None,
-                 cache: WeightCache | None, progress: Progress) -> EmissionReport:  # fmt: skip
+def _add_weights(
+    writer: ArtifactWriter,
+    results: Results,
+    checkpoint: Checkpoint,
+    native: Native,
+    jobs: int | None,
+    cache: WeightCache | None,
+    progress: Progress,
+) -> EmissionReport:
     memory, selected = results.get(MemoryPlan), results.get(SelectedModel)
     recipes = {weight.name: weight.recipe for weight in selected.weights}
     entries = [WeightEntry(place.name, recipes[place.name], place.offset, place.nbytes) for place in memory.places]
-    native = load_native(Environment.read().cache / "emit")
     with progress.task("weights", memory.weights, unit="B") as task:
         report = emit_weights(
             entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=_stepper(task)

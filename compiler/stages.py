@@ -190,7 +190,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Buffer:
-    """A piece of the arena: ``per_row`` bytes for each row, of at most ``max_rows`` rows. Pinned ones outlive their list.
+    """A piece of the arena: ``per_row`` bytes for each of at most ``max_rows`` rows. Pinned ones outlive their list.
 
     ``kind`` is f32 (row-major, ``columns`` wide), x8 (tapeout_cpu.h, in ``terms`` terms) or scratch.
     """

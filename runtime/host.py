@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 
 from tapeout.runtime.errors import TapeoutError
 
@@ -16,7 +15,7 @@ _FLAGS = {
 
 def host_targets() -> list[str]:
     """Kernel targets that this CPU can run, best first; empty where none can."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if os.uname().machine != "x86_64":
         return []
     flags = _cpu_flags()
     return [target for target, needed in _FLAGS.items() if flags.issuperset(needed)]

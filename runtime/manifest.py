@@ -7,7 +7,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -19,6 +19,7 @@ RUNTIME_VERSION = "0.1.0"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_CHUNK_BYTES = 64 << 20
+READ_BYTES = 256 << 10  # stays in the second-level cache
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r">=(\d+(?:\.\d+)*)")
@@ -62,21 +63,12 @@ class Manifest:
         Raises TapeoutError naming the file and the byte range of the first damaged chunk. Native code must be verified
         before it is loaded.
         """
-        names = sorted(self.files) if paths is None else list(paths)
-        for name in names:
-            self.file(name)
-        checks = ((self.files[name], number) for name in names for number in range(len(self.files[name].sha256)))
-        count = sum(len(self.files[name].sha256) for name in names)
-        found = _first_damaged(self.folder, checks, min(threads or len(os.sched_getaffinity(0)), max(count, 1)))
-        if found is None:
-            return
-        file, number = found
-        start = number * file.chunk_bytes
-        stop = min(start + file.chunk_bytes, file.bytes)
-        raise TapeoutError(
-            f"{self.folder / file.path}: bytes {start} to {stop} differ from what was compiled (digest mismatch); "
-            f"the file is damaged, copy the artifact again or compile it again"
-        )
+        self.start(sorted(self.files) if paths is None else paths, threads).finish()
+
+    def start(self, paths: Iterable[str], threads: int | None = None) -> Verification:
+        """Begin to verify files on threads of their own; ``finish`` of the result waits and raises like ``verify``."""
+        files = [self.files[name] for name in paths if self.file(name)]
+        return Verification(self.folder, files, threads or len(os.sched_getaffinity(0)))
 
 
 def open_manifest(folder: Path, *, host_targets: Sequence[str]) -> Manifest:
@@ -239,30 +231,42 @@ def _check_file(folder: Path, file: ArtifactFile) -> None:
         )
 
 
-def _first_damaged(
-    folder: Path, checks: Iterator[tuple[ArtifactFile, int]], threads: int
-) -> tuple[ArtifactFile, int] | None:
-    """The first chunk, in the order of ``checks``, whose bytes do not have their digest."""
-    lock = threading.Lock()
-    damaged: list[tuple[int, ArtifactFile, int]] = []
-    numbered = enumerate(checks)
+class Verification:
+    """Chunk digests being checked on threads."""
 
-    def worker() -> None:
-        while not damaged:
-            with lock:
-                index, check = next(numbered, (0, None))
-            if check is None:
+    def __init__(self, folder: Path, files: Sequence[ArtifactFile], threads: int) -> None:
+        self._folder = folder
+        self._checks = enumerate((file, number) for file in files for number in range(len(file.sha256)))
+        self._lock = threading.Lock()
+        self._damaged: list[tuple[int, ArtifactFile, int]] = []
+        count = min(threads, sum(len(file.sha256) for file in files))
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        while not self._damaged:
+            with self._lock:
+                found = next(self._checks, None)
+            if found is None:
                 return
-            if not _chunk_matches(folder / check[0].path, *check):
-                damaged.append((index, *check))
+            index, (file, number) = found
+            if not _chunk_matches(self._folder / file.path, file, number):
+                self._damaged.append((index, file, number))
 
-    others = [threading.Thread(target=worker) for _ in range(threads - 1)]
-    for thread in others:
-        thread.start()
-    worker()
-    for thread in others:
-        thread.join()
-    return min(damaged, key=lambda found: found[0])[1:] if damaged else None
+    def finish(self) -> None:
+        """Wait for all threads. Raises TapeoutError naming file and byte range of the first chunk that differs."""
+        for thread in self._threads:
+            thread.join()
+        if not self._damaged:
+            return
+        _, file, number = min(self._damaged, key=lambda found: found[0])
+        start = number * file.chunk_bytes
+        stop = min(start + file.chunk_bytes, file.bytes)
+        raise TapeoutError(
+            f"{self._folder / file.path}: bytes {start} to {stop} differ from what was compiled (digest mismatch); "
+            f"the file is damaged, copy the artifact again or compile it again"
+        )
 
 
 def _chunk_matches(path: Path, file: ArtifactFile, number: int) -> bool:
@@ -272,14 +276,15 @@ def _chunk_matches(path: Path, file: ArtifactFile, number: int) -> bool:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
+    buffer = memoryview(bytearray(min(size, READ_BYTES)))
     try:
         digest = hashlib.sha256()
         while size:
-            piece = os.pread(fd, min(size, 1 << 20), start)
-            if not piece:
+            got = os.preadv(fd, [buffer[:size]], start)
+            if not got:
                 return False
-            digest.update(piece)
-            start, size = start + len(piece), size - len(piece)
+            digest.update(buffer[:got])
+            start, size = start + got, size - got
     except OSError:
         return False
     finally:

@@ -55,11 +55,18 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, target: st
         targets = [target]
     count = thread_count(threads)
     manifest = open_manifest(folder, host_targets=targets)
-    chosen = next(name for name in targets if name in manifest.architectures)
-    manifest.verify(threads=count)
-    plan = json.loads((folder / "plan.json").read_bytes())
-    backend = CpuBackend(folder, plan, folder / "kernels" / f"cpu-{chosen}.so", count)
-    model = Model(folder, plan, backend, load_tokenizer(folder))
+    chosen = next((name for name in targets if name in manifest.architectures), None)
+    if chosen is None:
+        raise TapeoutError(f"{folder}: the artifact holds code for no architecture; compile it again")
+    weights = [name for name in manifest.files if name.startswith("weights/")]
+    manifest.verify(name for name in manifest.files if name not in weights)
+    verification = manifest.start(weights)
+    try:
+        plan = json.loads((folder / "plan.json").read_bytes())
+        backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), count)
+        model = Model(folder, plan, backend, load_tokenizer(folder))
+    finally:
+        verification.finish()
     model.target, model.threads = chosen, count
     model.load_s = time.perf_counter() - started
     return model

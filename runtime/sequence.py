@@ -19,7 +19,9 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))
 
     def grow(self, sequence: KvSequence, length: int) -> None:
-        """Give a sequence the pages for ``length`` tokens. Raises TapeoutError when the pool is empty."""
+        """Give a sequence the pages for ``length`` tokens. Raises TapeoutError beyond the context or the pool."""
+        if length > self.max_context:
+            raise TapeoutError(f"the sequence would hold {length} tokens, but its context is {self.max_context}")
         while sequence.pages * self.page_tokens < length:
             if not self._free:
                 raise TapeoutError(

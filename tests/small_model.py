@@ -39,8 +39,8 @@ CONFIG: Mapping[str, Any] = {
 }
 
 
-def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of every tensor."""
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face names and shapes of every tensor, the head tied to the embedding."""
     hidden, ffn = config["hidden_size"], config["intermediate_size"]
     q, kv = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     found: dict[str, tuple[int, ...]] = {
@@ -60,8 +60,6 @@ def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
     }
     for index in range(config["num_hidden_layers"]):
         found |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    if not config["tie_word_embeddings"]:
-        found["lm_head.weight"] = (config["vocab_size"], hidden)
     return found
 
 

@@ -89,8 +89,7 @@ class Evaluator:
             case AddOne():
                 return (self.rows(recipe.source, start, stop, errors).view("<f4") + np.float32(1)).view(np.uint8)
             case Divide():
-                over, under = (self.rows(part, start, stop, errors).view("<f4") for part in recipe.inputs)
-                return (over / under).view(np.uint8)
+                return self._divide(recipe, start, stop, errors)
             case Constant():
                 return np.array(recipe.values[start:stop], "<f4").view(np.uint8).reshape(-1, 4)
             case Pack() | _:
@@ -124,6 +123,14 @@ class Evaluator:
         source = out - out % head + 2 * i + half
         first, last = int(source.min()), int(source.max())
         return self.rows(recipe.source, first, last + 1, errors)[source - first]
+
+    def _divide(self, recipe: Divide, start: int, stop: int, errors: ErrorSums) -> Bytes:
+        over, under = (self.rows(part, start, stop, errors).view("<f4") for part in recipe.inputs)
+        if not under.all():
+            read = next(recipe.denominator.reads())
+            file = self.checkpoint.tensors[read.tensor].file
+            raise TapeoutError(f"{file}: tensor {read.tensor!r} holds a zero, and rotary frequencies are divided by it")
+        return (over / under).view(np.uint8)
 
     def _convert(self, recipe: Convert, start: int, stop: int, errors: ErrorSums) -> Bytes:
         source = recipe.source

@@ -23,7 +23,9 @@ from tapeout.runtime.errors import TapeoutError
 
 SOURCES = Path(__file__).parent / "cpu"
 TARGETS = {"x86_64_v3": "x86_64_v3", "x86_64_v4": "x86_64_v4+avx512vnni"}
-"""Library targets and the -mcpu of each."""
+"""Library targets and the -mcpu of each, the most widely available first."""
+_PER_TARGET = frozenset({"attention.c", "linear.c"})
+"""Sources that gain from wider instructions; the others are compiled once, for the narrowest target of the build."""
 
 _PREFIX_HEADER = "#include <immintrin.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <string.h>\n"
 # Contraction stays off: a fused multiply-add is written as an intrinsic, so results do not follow the optimizer's mood.
@@ -69,7 +71,7 @@ def build_libraries(
             raise TapeoutError(f"no toolchain target is called {target!r}; there are {', '.join(TARGETS)}")
     ordered = tuple(dict.fromkeys(units))
     version, zig = _toolchain()
-    build = _Build(sources, cache, version, zig, _Counter((len(ordered) + 2) * len(targets), progress))
+    build = _Build(sources, cache, version, zig, _Counter(build_steps(ordered, targets), progress))
     cache = cache.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as scratch:
@@ -80,16 +82,34 @@ def build_libraries(
                 (target, unit): pool.submit(build.compile, unit, target, headers[target])
                 for unit in sorted(ordered, key=build.size, reverse=True)  # the longest first
                 for target in targets
+                if target == _compiled_for(unit, target, targets)
             }
-            tables = {target: pool.submit(build.table, kernels, target) for target in targets}
-            _raise_first([*objects.values(), *tables.values()], pool)
+            table = pool.submit(build.table, kernels, targets[0])
+            _raise_first([*objects.values(), table], pool)
             linked = {
                 target: pool.submit(
-                    build.link, [*(objects[target, unit].result() for unit in ordered), tables[target].result()], target
+                    build.link,
+                    [
+                        *(objects[_compiled_for(unit, target, targets), unit].result() for unit in ordered),
+                        table.result(),
+                    ],
+                    target,
                 )
                 for target in targets
             }
             return {target: future.result() for target, future in linked.items()}
+
+
+def build_steps(units: Sequence[Unit], targets: Sequence[str]) -> int:
+    """How many steps ``build_libraries`` reports: objects, the kernel table and the libraries."""
+    return (
+        len({(unit, _compiled_for(unit, target, targets)) for unit in units for target in targets}) + 1 + len(targets)
+    )
+
+
+def _compiled_for(unit: Unit, target: str, targets: Sequence[str]) -> str:
+    """The target whose object of ``unit`` goes into the library for ``target``."""
+    return target if unit.source in _PER_TARGET else min(targets, key=list(TARGETS).index)
 
 
 def _raise_first(futures: list[Future[Path]], pool: ThreadPoolExecutor) -> None:

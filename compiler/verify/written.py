@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.float32]
 Key = tuple[bool, int, str]  # (of the head list, launch index, op)
 
 EXACT = 1e-4  # computed in float32 from values that were seen
-F16 = 5e-3  # through the F16 cache: 11 bits of mantissa
+F16 = 1e-2  # through the F16 cache: 11 bits of mantissa, in scores that are exponentiated; 2.7e-3 seen
 INT8 = 4e-2  # rounded to int8 in groups of 32, to 127th parts of the largest: 1.4e-2 at the worst position seen
 RECODED = 3.0  # times a converted weight's own relative error
 
@@ -80,7 +80,8 @@ class _Graph:
             written_to = output["arg"] if output is not None else "y"
             reads = [_offset(value) for name, value in args.items() if name != written_to]
             allowed = max((unseen.get(place, EXACT) for place in reads if place is not None), default=EXACT)
-            if any(is_list(value) and value[0] == "kv" for value in args.values()):
+            attends = any(is_list(value) and value[0] == "kv" for value in args.values())
+            if attends:
                 allowed = max(allowed, cache)
             if output is None:
                 place = _offset(args.get("y"))
@@ -90,7 +91,7 @@ class _Graph:
                 continue
             place = _offset(args[output["arg"]])
             assert place is not None
-            if output["in_place"] and place in owner:
+            if output["in_place"] and not attends and place in owner:  # a split attention is finished in place
                 self.bases[index] = owner[place]
             if output["kind"] != "f32":
                 allowed = INT8

@@ -19,7 +19,7 @@ from tapeout.compiler.verify.report import LogitsError, compare_logits
 from tapeout.runtime import load
 
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
-TEXTS = [LIBRARY / "argparse.py", LIBRARY / "pydoc_data" / "topics.py", LIBRARY / "heapq.py", LIBRARY / "decimal.py"]
+TEXTS = [LIBRARY / "argparse.py", LIBRARY / "pydoc_data" / "topics.py", LIBRARY / "heapq.py", LIBRARY / "_pydecimal.py"]
 
 
 def main() -> None:

@@ -212,7 +212,7 @@ CHECKPOINTS: dict[str, tuple[Break, str]] = {
     ),
     "missing tensor, folder": (
         arrays(lambda held: held.pop(LAYER), "folder"),
-        r"model: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing; the family llama needs it with .* \[96, 64\]",
+        r"model: tensor model\.layers\.1\.mlp\.up_proj\.weight is missing; the family llama needs it with .*",
     ),
     "missing embedding, gguf": (
         arrays(lambda held: held.pop("model.embed_tokens.weight"), "gguf"),
@@ -321,6 +321,10 @@ CHECKPOINTS: dict[str, tuple[Break, str]] = {
     "NaN in a norm, gguf": (
         arrays(lambda held: held["model.norm.weight"].__setitem__(3, np.nan), "gguf"),
         r"model\.gguf: tensor 'output_norm\.weight' has NaN/Inf weights in row 3; every weight must be finite, .*",
+    ),
+    "zeros among the divisors of rotary frequencies": (
+        arrays(set_to("rope_freqs.weight", np.zeros(8, np.float32)), "gguf"),
+        r"model\.gguf: tensor 'rope_freqs\.weight' holds a zero, and rotary frequencies are divided by it",
     ),
     "Inf in a block's scale, gguf": (
         edited(lambda data: data[:-34] + b"\x00\x7c" + data[-32:]),
@@ -483,6 +487,10 @@ ARTIFACTS: dict[str, tuple[Callable[[Workspace], object], str]] = {
         lambda workspace: manifest(workspace, lambda held: held.update(requires_runtime=">=9.0")),
         r"artifact: the artifact needs a runtime >=9\.0, and this one is 0\.1\.0; upgrade tapeout",
     ),
+    "no architecture": (
+        lambda workspace: manifest(workspace, lambda held: held.update(architectures=[])),
+        r"artifact: the artifact holds code for no architecture; compile it again",
+    ),
     "other architecture": (
         lambda workspace: manifest(workspace, lambda held: held.update(architectures=["aarch64"])),
         r"artifact: the artifact holds code for aarch64, but this machine runs x86_64.*; compile it for this machine",
@@ -502,7 +510,7 @@ def test_run(case: str, workspace: Workspace, capsys: pytest.CaptureFixture[str]
 def test_a_machine_of_another_kind(
     workspace: Workspace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(host, "_cpu_flags", set)
     assert refused(["run", str(workspace.artifact), "--prompt", "a"], capsys) == (
         f"{workspace.artifact}: the artifact holds code for x86_64_v3, x86_64_v4, but this machine runs none of the "
         "known architectures; compile it for this machine"
@@ -599,6 +607,16 @@ def test_a_file_that_may_not_grow(workspace: Workspace, capsys: pytest.CaptureFi
         sentence = refused(arguments, capsys)
     assert sentence.startswith(str(workspace.root)) and sentence.endswith("cannot be read or written (File too large)")
     assert contents(workspace.artifact) == before and os.listdir(workspace.root) == beside
+
+
+def test_a_plan_that_may_not_grow(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = workspace.root / "plan.json"
+    shutil.copy(workspace.artifact / "plan.json", plan)
+    before, beside = plan.read_bytes(), os.listdir(workspace.root)
+    words = ["compile", str(workspace.spec(workspace.gguf)), "-o", str(plan), "--plan-only", "--force"]
+    with file_size_limit(20_000):
+        assert refused(words, capsys).startswith("File too large")
+    assert plan.read_bytes() == before and os.listdir(workspace.root) == beside
 
 
 def test_a_full_disk(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

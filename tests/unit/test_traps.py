@@ -97,7 +97,7 @@ def test_tied_flags_that_contradict() -> None:
 def test_head_size_is_the_configs_and_not_the_quotient() -> None:
     """Head sizes other than hidden / heads (onnxruntime-genai#2062): every shape follows head_dim."""
     config = {**tiny.CONFIG, "head_dim": 24}
-    results = tiny.compile_tiny(tiny.checkpoint(small_model.shapes(config), config))
+    results = tiny.compile_tiny(tiny.checkpoint(tiny.shapes(config), config))
     from tapeout.compiler.stages import GraphPlan, SelectedModel
 
     shapes = {weight.name: weight.recipe.shape for weight in results.get(SelectedModel).weights}
@@ -216,6 +216,14 @@ def written_pages(model: Model, kv: np.ndarray) -> set[int]:
         used = kv[at * layer : at * layer + held["pages"] * page].reshape(held["pages"], page)
         found |= set(np.flatnonzero((used != 0xA5).any(axis=1)).tolist())
     return found
+
+
+def test_no_more_tokens_than_the_context(model: Model) -> None:
+    """A sequence ends at the planned context, whoever drives it."""
+    sequence = model.pool.open()
+    sequence.length = model.max_context
+    with pytest.raises(TapeoutError, match="the sequence would hold 257 tokens, but its context is 256"):
+        model.decode([sequence], [5])
 
 
 def test_pages_go_back_when_a_generation_ends(model: Model) -> None:

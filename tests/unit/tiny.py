@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import small_model
-from small_model import shapes
 
 from tapeout.compiler.checkpoints import Checkpoint, TensorInfo
 from tapeout.compiler.devices import Device, load_device
@@ -16,6 +15,11 @@ from tapeout.compiler.spec import Model, Quantization, Serving, Topology
 from tapeout.passes import PIPELINE
 
 CONFIG: Mapping[str, Any] = {**small_model.CONFIG, "vocab_size": 128, "max_position_embeddings": 256}
+
+
+def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of a Llama config."""
+    return small_model.shapes(config)
 
 
 def checkpoint(
