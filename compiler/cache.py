@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,28 +83,14 @@ class WeightCache:
 
     def find(self, keys: Iterable[str], jobs: int) -> dict[str, CachedWeight]:
         """The weights among ``keys`` that exist, each verified against the digests of the chunks it lies in."""
-        wanted = set(keys)
-        found: dict[str, tuple[_Index, CachedWeight]] = {}
+        wanted, found = set(keys), dict[str, CachedWeight]()
         for index in self._indexes():
-            for key in wanted & index.weights.keys() - found.keys():
-                found[key] = (index, index.weights[key])
-        checks = sorted({(index.file, number) for index, weight in found.values() for number in index.chunks(weight)})
-        by_file = {index.file: index for index, _ in found.values()}
-        bad: set[tuple[Path, int]] = set()
-        lock = threading.Lock()
-
-        def check(place: tuple[Path, int]) -> None:
-            file, number = place
-            if not _chunk_is_good(by_file[file], number):
-                with lock:
-                    bad.add(place)
-
-        run_tasks(checks, check, jobs)
-        return {
-            key: weight
-            for key, (index, weight) in found.items()
-            if not any((index.file, number) in bad for number in index.chunks(weight))
-        }
+            held = {key: index.weights[key] for key in wanted & index.weights.keys()}
+            bad = _bad_chunks(index, {number for weight in held.values() for number in index.chunks(weight)}, jobs)
+            good = {key: weight for key, weight in held.items() if bad.isdisjoint(index.chunks(weight))}
+            found |= good
+            wanted -= good.keys()
+        return found
 
     def record(self, file: Path, chunk_bytes: int, sha256: Sequence[str], weights: Mapping[str, CachedWeight]) -> None:
         """Remember a weights file that is in its final place. Replaces what was known of that path."""
@@ -163,6 +148,18 @@ def _load(place: Path) -> _Index | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return index if index.chunk_bytes > 0 and len(index.sha256) == -(-size // index.chunk_bytes) else None
+
+
+def _bad_chunks(index: _Index, numbers: Iterable[int], jobs: int) -> set[int]:
+    """Which of these chunks of a file are not what they were when the file was recorded."""
+    bad: set[int] = set()
+
+    def check(number: int) -> None:
+        if not _chunk_is_good(index, number):
+            bad.add(number)
+
+    run_tasks(sorted(numbers), check, jobs)
+    return bad
 
 
 def _chunk_is_good(index: _Index, number: int) -> bool:

@@ -18,9 +18,7 @@ from tapeout.compiler.stages import (
     QuantizedModel,
     SelectedModel,
 )
-
-FORMAT_VERSION = 1
-TAPEOUT_VERSION = "0.1.0"
+from tapeout.runtime.manifest import FORMAT_VERSION, RUNTIME_VERSION
 
 Json = dict[str, Any]
 
@@ -49,7 +47,7 @@ def build_plan(
     made = [stage.decisions for stage in (quantized, fused, selected, memory, graphs)]
     return {
         "format_version": FORMAT_VERSION,
-        "tapeout_version": TAPEOUT_VERSION,
+        "tapeout_version": RUNTIME_VERSION,
         "spec": spec.resolved(),
         "model": _model(logical, memory),
         "checkpoint": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tapeout.compiler.devices import Device
-from tapeout.compiler.layouts import plan_offsets
+from tapeout.compiler.layouts import PAGE, plan_offsets
 from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import (
     Buffer,
@@ -22,7 +22,6 @@ from tapeout.runtime.errors import TapeoutError
 SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
 SMALL_PREFILL = 32
 HEAD_ROWS = 16
-PAGE = 4096
 
 
 def plan_memory(selected: SelectedModel, device: Device, topology: Topology, serving: Serving) -> MemoryPlan:

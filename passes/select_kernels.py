@@ -6,7 +6,7 @@ from tapeout.compiler.devices import Device
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import embed, linear, simple
 from tapeout.compiler.kernels.base import x8_bytes
-from tapeout.compiler.layouts import packed_bytes
+from tapeout.compiler.layouts import TILE_ROWS, packed_bytes
 from tapeout.compiler.recipes import Pack
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
@@ -239,7 +239,7 @@ class _Lowering:
             return None
         gate = readers[0][0]
         in_order = gate.inputs == (op.parts[0][0], op.parts[1][0])
-        return gate if in_order and gate.width % linear.TILE_ROWS == 0 else None
+        return gate if in_order and gate.width % TILE_ROWS == 0 else None
 
     def _residual_of(self, op: Op) -> Op | None:
         """The add into the residual stream that may ride on this product."""

@@ -115,7 +115,6 @@ def departures(old: Recipe, new: Recipe) -> list[str]:
     if old["op"] == "read":
         return [f"{_name(old)} → {_name(new)}"]
     ours, theirs = fields(old), fields(new)
-    ours, theirs = fields(old), fields(new)
     changed = [
         f"{old['op']}: {key} {_difference(ours.get(key), theirs.get(key))}"
         for key in dict.fromkeys([*ours, *theirs])

@@ -11,7 +11,6 @@ PARAMS = ("x", "w", "y", "n", "k", "cap", "ldy", "epilogue", "bias", "terms")
 STORE, ADD, GATED_SILU, GATED_GELU = range(4)
 GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU}
 LAYOUT = "tile16"
-TILE_ROWS = 16
 
 
 def kernel(format: str) -> KernelEntry:

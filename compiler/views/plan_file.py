@@ -8,11 +8,10 @@ from typing import Any
 
 from tapeout.compiler.guards import is_mapping
 from tapeout.runtime.errors import TapeoutError
-from tapeout.runtime.manifest import MANIFEST, parse_manifest
+from tapeout.runtime.manifest import FORMAT_VERSION, MANIFEST, parse_manifest
 
 Plan = dict[str, Any]
 
-FORMAT_VERSION = 1
 _SECTIONS = ("spec", "model", "weights", "kernels", "memory", "graphs", "decisions")
 
 

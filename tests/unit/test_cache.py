@@ -114,6 +114,22 @@ def test_damaged_artifacts_are_built_again(native: Native, checkpoint: Checkpoin
     assert emit(native, checkpoint, tmp_path / "3", cache).reused == 3
 
 
+def test_a_damaged_copy_does_not_hide_a_sound_one(native: Native, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for number in range(6):  # whichever index is read first
+        cache = WeightCache(tmp_path / f"cache-{number}")
+        for name in ("sound", "damaged"):
+            emit(native, checkpoint, tmp_path / f"{name}-{number}", cache)
+        place = tmp_path / f"damaged-{number}"
+        status = place.stat()
+        with place.open("r+b") as file:
+            file.seek(9000)
+            byte = file.read(1)[0]
+            file.seek(9000)
+            file.write(bytes([byte ^ 1]))
+        os.utime(place, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert emit(native, checkpoint, tmp_path / f"again-{number}", cache).reused == 3
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 99}', "null", '{"version": 1, "file": ["/", "x"]}'])
 def test_broken_index_is_dropped(native: Native, checkpoint: Checkpoint, tmp_path: Path, text: str) -> None:
     cache = WeightCache(tmp_path / "cache")
