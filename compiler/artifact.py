@@ -54,11 +54,11 @@ class ArtifactWriter:
         self._lock = -1
 
     def __enter__(self) -> ArtifactWriter:
-        _check_target(self.out, self.force)
+        check_target(self.out, self.force)
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             _sweep(self.out)
-            _check_target(self.out, self.force)
+            check_target(self.out, self.force)
             _check_space(self.out.parent, self.needed_bytes)
             self._folder, self._lock = _make_folder(self.out)
         except OSError as error:
@@ -107,7 +107,7 @@ class ArtifactWriter:
         }
         self.path(MANIFEST).write_bytes(canonical_json(manifest))
         _sync(self._folder)
-        _check_target(self.out, self.force)
+        check_target(self.out, self.force)
         self._place()
         _sync_one(self.out.parent)
         return self.out
@@ -134,7 +134,8 @@ class ArtifactWriter:
         return TapeoutError(f"{error.filename or self.out}: cannot be read or written ({error.strerror or error})")
 
 
-def _check_target(out: Path, force: bool) -> None:
+def check_target(out: Path, force: bool) -> None:
+    """Refuse a place that exists, or with ``force`` one that holds anything but an artifact. Raises TapeoutError."""
     if not out.exists():
         return
     if not force:

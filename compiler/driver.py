@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tapeout.compiler.artifact import ArtifactWriter
+from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.checkpoints.source import resolve_source
@@ -49,6 +49,8 @@ def compile_spec(
     keeps stages between compiles of one process. Raises TapeoutError in one sentence; an artifact that was there stays.
     """
     progress = progress or SilentProgress()
+    if not plan_only:
+        check_target(output, force)
     require_one_device(spec.topology)
     device = load_device(spec.topology.device)
     checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))

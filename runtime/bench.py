@@ -45,7 +45,7 @@ def _prefill_rate(model: Model, ids: list[int]) -> float:
     sequence = model.pool.open()
     try:
         started = time.perf_counter()
-        model.prefill(sequence, ids, sampling=True)
+        model.prefill(sequence, ids)
         return len(ids) / (time.perf_counter() - started)
     finally:
         model.pool.close(sequence)
@@ -54,7 +54,7 @@ def _prefill_rate(model: Model, ids: list[int]) -> float:
 def _decode_rate(model: Model, count: int) -> float:
     sequence = model.pool.open()
     try:
-        token = model.prefill(sequence, [model.plan["generation"].get("bos_token_id") or 0], sampling=True) or 0
+        token = model.prefill(sequence, [model.plan["generation"].get("bos_token_id") or 0])
         started = time.perf_counter()
         for _ in range(count):
             token = model.decode([sequence], [token])[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes as C
-import json
 import mmap
 import struct
 from collections.abc import Mapping, Sequence
@@ -125,9 +124,8 @@ class CpuBackend:
         self.weights, self._weight_offset = _map_weights(folder / "weights" / "rank0.safetensors")
         self.arena = Mapped(mmap.mmap(-1, max(memory["arena"], 4096)), writable=True)
         self.kv = Mapped(mmap.mmap(-1, max(memory["kv_pool"], 4096)), writable=True)
-        places = {weight["name"]: weight["offset"] for weight in plan["weights"]}
-        self._bases = {"arena": self.arena.address, "kv": self.kv.address}
-        self._weights = {name: self.weights.address + self._weight_offset + offset for name, offset in places.items()}
+        self._pieces = {"arena": self.arena, "kv": self.kv}
+        self._weights = {weight["name"]: self._weight_address(weight) for weight in plan["weights"]}
         table = plan["kernels"]["table"]
         kernels = {kernel["name"]: (index, kernel["params"]) for index, kernel in enumerate(table)}
         self.lists = [LaunchList(entry, self._bind(entry["launches"], kernels)) for entry in plan["graphs"]]
@@ -152,8 +150,23 @@ class CpuBackend:
     def _resolve(self, arg: Any) -> int:
         if isinstance(arg, list):
             base, where = cast(tuple[str, Any], arg)
-            return self._weights[where] if base == "weight" else self._bases[base] + where
+            if base == "weight":
+                return self._weights[where]
+            piece = self._pieces[base]
+            if not 0 <= where < piece.nbytes:
+                raise TapeoutError(
+                    f"plan.json places an argument at byte {where} of the {base}, which has {piece.nbytes}"
+                )
+            return piece.address + where
         return struct.unpack("<q", struct.pack("<d", arg))[0] if isinstance(arg, float) else arg
+
+    def _weight_address(self, weight: Mapping[str, Any]) -> int:
+        start, stop = self._weight_offset + weight["offset"], self._weight_offset + weight["offset"] + weight["bytes"]
+        if not self._weight_offset <= start <= stop <= self.weights.nbytes:
+            raise TapeoutError(
+                f"plan.json places {weight['name']} outside the weights file; compile the artifact again"
+            )
+        return self.weights.address + start
 
     def address(self, arg: Any) -> int:
         """The address a plan argument points at."""
@@ -228,5 +241,4 @@ def _map_weights(path: Path) -> tuple[Mapped, int]:
     (header,) = struct.unpack_from("<Q", mapped.memory, 0)
     if 8 + header > mapped.nbytes:
         raise TapeoutError(f"{path}: the header claims {header} bytes, but the file has {mapped.nbytes}")
-    json.loads(mapped.memory[8 : 8 + header])
     return mapped, 8 + header

@@ -82,8 +82,7 @@ class _Run:
         first = started
         try:
             self._sample_at(len(self._ids))
-            token = model.prefill(sequence, self._ids, sampling=True)
-            assert token is not None
+            token = model.prefill(sequence, self._ids)
             first = time.perf_counter()
             while not (step := self._step(token, sequence.length)).finish_reason:
                 yield step

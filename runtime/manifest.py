@@ -254,10 +254,14 @@ class Verification:
             if not _chunk_matches(self._folder / file.path, file, number):
                 self._damaged.append((index, file, number))
 
-    def finish(self) -> None:
-        """Wait for all threads. Raises TapeoutError naming file and byte range of the first chunk that differs."""
+    def wait(self) -> None:
+        """Wait for all threads, whatever they find."""
         for thread in self._threads:
             thread.join()
+
+    def finish(self) -> None:
+        """Wait for all threads. Raises TapeoutError naming file and byte range of the first chunk that differs."""
+        self.wait()
         if not self._damaged:
             return
         _, file, number = min(self._damaged, key=lambda found: found[0])

@@ -63,10 +63,16 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, target: st
     verification = manifest.start(weights)
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
+        tokenizer = load_tokenizer(folder)
         backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), count)
-        model = Model(folder, plan, backend, load_tokenizer(folder))
     finally:
+        verification.wait()
+    model = Model(folder, plan, backend, tokenizer)
+    try:
         verification.finish()
+    except TapeoutError:
+        model.close()
+        raise
     model.target, model.threads = chosen, count
     model.load_s = time.perf_counter() - started
     return model
@@ -105,14 +111,18 @@ class Model:
         self.backend.close()
 
     def bucket(self, phase: str, rows: int) -> LaunchList:
-        """The smallest launch list of a phase that holds ``rows`` rows."""
-        return min(
-            (entry for entry in self.backend.lists if entry.phase == phase and entry.rows >= rows), key=lambda e: e.rows
-        )
+        """The smallest launch list of a phase that holds ``rows`` rows. Raises TapeoutError when none does."""
+        fitting = [entry for entry in self.backend.lists if entry.phase == phase and entry.rows >= rows]
+        if not fitting:
+            most = largest(self.backend.lists, phase)
+            raise TapeoutError(
+                f"{rows} rows in one {phase} step are more than the {most} that the artifact was planned for"
+            )
+        return min(fitting, key=lambda entry: entry.rows)
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Refuse prompts that cannot be run. Raises TapeoutError."""
-        if not ids:
+        if len(ids) == 0:
             raise TapeoutError("the prompt has no tokens; it needs at least one")
         if len(ids) > self.max_context:
             raise TapeoutError(
@@ -123,14 +133,14 @@ class Model:
         if bad is not None:
             raise TapeoutError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
 
-    def prefill(self, sequence: KvSequence, ids: Sequence[int], sampling: bool) -> int | None:
-        """Run a prompt in chunks; with ``sampling`` the last row is sampled into ``self.sampling[0]``."""
+    def prefill(self, sequence: KvSequence, ids: Sequence[int]) -> int:
+        """Run a prompt in chunks and sample the token behind it, as ``self.sampling[0]`` says."""
         head = self.bucket("head", 1)
         for start in range(0, len(ids), self.chunk):
             piece = ids[start : start + self.chunk]
-            last = sampling and start + len(piece) == len(ids)
+            last = start + len(piece) == len(ids)
             self.run_chunk(sequence, piece, [len(piece) - 1] if last else [], head if last else None)
-        return int(self.sampling[0].token) if sampling else None
+        return int(self.sampling[0].token)
 
     def run_chunk(
         self, sequence: KvSequence, ids: Sequence[int], out_rows: Sequence[int], head: LaunchList | None
@@ -169,12 +179,13 @@ class Model:
         ``finish_reason`` says which. Raises TapeoutError for a bad prompt or option before anything runs.
         """
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        return Generation(self, list(ids), max_tokens, options, tuple(stop))
+        return Generation(self, [int(token) for token in ids], max_tokens, options, tuple(stop))
 
     def logits(self, ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits after every position of ``ids``: float32 [len(ids), vocab]. Takes 4 * vocab bytes a position."""
         import numpy as np
 
+        ids = [int(token) for token in ids]
         self.check_prompt(ids)
         result = np.empty((len(ids), self.vocab_size), np.float32)
         sequence = self.pool.open()
@@ -204,6 +215,7 @@ class Model:
         """Run ``ids`` launch by launch, outputs poisoned before each, and yield what every launch wrote."""
         from tapeout.runtime.trace import trace_launches
 
+        ids = [int(token) for token in ids]
         self.check_prompt(ids)
         sequence = self.pool.open()
         try:

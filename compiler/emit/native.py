@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.metadata
-import importlib.util
-import os
 import platform
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -17,7 +13,7 @@ import numpy.typing as npt
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes, Floats
-from tapeout.runtime.errors import TapeoutError
+from tapeout.compiler.zig import Zig, find_zig
 
 SOURCES = ("pack.c", "quantize.c")
 _MACHINES = {"x86_64": ("-mcpu=x86_64_v3", "-target", "x86_64-linux-gnu.2.17")}
@@ -85,41 +81,27 @@ class Native:
 
 def load_native(cache: Path) -> Native:
     """The library, built into ``cache`` unless it is there. Raises TapeoutError without the ziglang package."""
-    place = importlib.util.find_spec("ziglang")
-    if place is None or place.origin is None:
-        raise TapeoutError(
-            "emitting weights needs the ziglang package, which is not installed; pip install 'tapeout[compiler]'"
-        )
+    zig = find_zig()
     target = _MACHINES.get(platform.machine(), ())
-    digest = hashlib.sha256(repr((importlib.metadata.version("ziglang"), target, _FLAGS, _LINK)).encode())
+    digest = hashlib.sha256(repr((zig.version, target, _FLAGS, _LINK)).encode())
     folder = Path(__file__).parent
     for name in SOURCES:
         digest.update((folder / name).read_bytes())
     path = cache.absolute() / f"emit-{digest.hexdigest()[:32]}.so"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        _build(Path(place.origin).parent / "zig", target, path)
+        _build(zig, target, path)
     return Native(path)
 
 
-def _build(zig: Path, target: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="emit-", dir=path.parent) as scratch:
-        objects = [f"{scratch}/{name}.o" for name in SOURCES]
-        partial = f"{scratch}/{path.name}"
-        for name, output in zip(SOURCES, objects, strict=True):
-            source = str(Path(__file__).parent / name)
-            _zig(zig, [*_FLAGS, *target, "-c", source, "-o", output], scratch)
-        _zig(zig, [*target, *_LINK, *objects, "-o", partial], scratch)
-        os.replace(partial, path)
-
-
-def _zig(zig: Path, arguments: list[str], scratch: str) -> None:
-    environment = {**os.environ, "ZIG_LOCAL_CACHE_DIR": scratch, "ZIG_GLOBAL_CACHE_DIR": scratch}
-    command = [str(zig), "cc", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()][:6]
-        raise TapeoutError("\n".join(["compiling the emission library failed:", *lines]))
+def _build(zig: Zig, target: tuple[str, ...], path: Path) -> None:
+    sources, failure = Path(__file__).parent, "compiling the emission library failed"
+    with tempfile.TemporaryDirectory(prefix="emit-", dir=path.parent) as name:
+        scratch = Path(name)
+        objects = [scratch / f"{source}.o" for source in SOURCES]
+        for source, output in zip(SOURCES, objects, strict=True):
+            zig.cc([*_FLAGS, *target, "-c", source], output, scratch=scratch, cwd=sources, failure=failure)
+        zig.cc([*target, *_LINK, *map(str, objects)], path, scratch=scratch, cwd=scratch, failure=failure)
 
 
 def _gguf_id(format: str) -> int:

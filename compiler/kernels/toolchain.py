@@ -7,11 +7,8 @@ loads it, which always holds a C library, so one file serves glibc and musl and 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
-import importlib.util
 import os
 import re
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +16,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+from tapeout.compiler.zig import Zig, find_zig
 from tapeout.runtime.errors import TapeoutError
 
 SOURCES = Path(__file__).parent / "cpu"
@@ -37,7 +35,6 @@ _FLAGS = (
 )
 _LINK = ("-target", "x86_64-linux-gnu.2.17", "-shared", "-nostdlib", "-s", "-Wl,-z,undefs", "-Wl,--build-id=none")
 _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
-_ERROR_LINES = 6
 
 Progress = Callable[[int, int], None]
 
@@ -70,8 +67,7 @@ def build_libraries(
         if target not in TARGETS:
             raise TapeoutError(f"no toolchain target is called {target!r}; there are {', '.join(TARGETS)}")
     ordered = tuple(dict.fromkeys(units))
-    version, zig = _toolchain()
-    build = _Build(sources, cache, version, zig, _Counter(build_steps(ordered, targets), progress))
+    build = _Build(sources, cache, find_zig(), _Counter(build_steps(ordered, targets), progress))
     cache = cache.absolute()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=cache) as scratch:
@@ -122,16 +118,6 @@ def _raise_first(futures: list[Future[Path]], pool: ThreadPoolExecutor) -> None:
     assert not pending
 
 
-def _toolchain() -> tuple[str, Path]:
-    """Version and folder of the ziglang package."""
-    place = importlib.util.find_spec("ziglang")
-    if place is None or place.origin is None:
-        raise TapeoutError(
-            "compiling CPU kernels needs the ziglang package, which is not installed; pip install 'tapeout[compiler]'"
-        )
-    return importlib.metadata.version("ziglang"), Path(place.origin).parent
-
-
 class _Counter:
     def __init__(self, total: int, progress: Progress | None) -> None:
         self.total = total
@@ -149,10 +135,9 @@ class _Counter:
 class _Build:
     """One run of the toolchain: where sources are, where results are kept."""
 
-    def __init__(self, sources: Path, cache: Path, version: str, zig: Path, counter: _Counter) -> None:
+    def __init__(self, sources: Path, cache: Path, zig: Zig, counter: _Counter) -> None:
         self.sources = sources
         self.cache = cache.absolute()
-        self.version = version
         self.zig = zig
         self.counter = counter
         self.scratch = cache
@@ -163,7 +148,7 @@ class _Build:
 
     def prefix_header(self, target: str) -> Path:
         """The intrinsics headers, parsed once a target: they cost more than most of our sources."""
-        stamp = self.zig / "lib" / "include" / "immintrin.h"
+        stamp = self.zig.folder / "lib" / "include" / "immintrin.h"
         # A precompiled header checks the files it came from, so its key holds where and when they were written.
         key = self._key("pch", target, _PREFIX_HEADER, str(stamp), str(stamp.stat().st_mtime_ns), str(self.cache))
         path = self.cache / f"{key}.pch"
@@ -211,12 +196,13 @@ class _Build:
         path = self.cache / f"{key}.so"
         if not path.exists():
             names = [path.name for path in objects]
-            self._zig([*_LINK, *names], path, self.cache, f"linking the kernels for {target} failed")
+            failure = f"linking the kernels for {target} failed"
+            self.zig.cc([*_LINK, *names], path, scratch=self.scratch, cwd=self.cache, failure=failure)
         self.counter.step()
         return path.read_bytes()
 
     def _key(self, *parts: str) -> str:
-        text = "\0".join((self.version, *_FLAGS, *parts))
+        text = "\0".join((self.zig.version, *_FLAGS, *parts))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def _texts(self, name: str) -> list[str]:
@@ -238,18 +224,5 @@ class _Build:
 
     def _run(self, arguments: list[str], target: str, output: Path, what: str) -> None:
         flags = [*_FLAGS, f"-mcpu={TARGETS[target]}", *arguments]
-        self._zig(flags, output, self.sources, f"compiling {what} for {target} failed")
-
-    def _zig(self, arguments: list[str], output: Path, cwd: Path, failure: str) -> None:
-        partial = self.scratch / output.name
-        environment = {
-            **os.environ,
-            "ZIG_LOCAL_CACHE_DIR": str(self.scratch),
-            "ZIG_GLOBAL_CACHE_DIR": str(self.scratch),
-        }
-        command = [str(self.zig / "zig"), "cc", *arguments, "-o", str(partial)]
-        result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
-        if result.returncode or not partial.exists():
-            lines = [line for line in result.stderr.splitlines() if line.strip()][:_ERROR_LINES]
-            raise TapeoutError("\n".join([f"{failure}:", *(lines or [f"zig ended with {result.returncode}"])]))
-        os.replace(partial, output)
+        failure = f"compiling {what} for {target} failed"
+        self.zig.cc(flags, output, scratch=self.scratch, cwd=self.sources, failure=failure)

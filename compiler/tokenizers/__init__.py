@@ -91,6 +91,15 @@ def _from_gguf(checkpoint: Checkpoint) -> TokenizerFiles:
 
 
 def _from_folder(checkpoint: Checkpoint) -> TokenizerFiles:
+    try:
+        return _read_folder(checkpoint)
+    except (AttributeError, IndexError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise TapeoutError(
+            f"{checkpoint.path}: its tokenizer files are malformed ({error!r:.80}); fetch them again"
+        ) from error
+
+
+def _read_folder(checkpoint: Checkpoint) -> TokenizerFiles:
     source = HuggingFaceTokenizer(checkpoint)
     pieces = source.pieces()
     try:

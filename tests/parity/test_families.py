@@ -141,7 +141,7 @@ def test_sequences_decoded_together_equal_each_alone(tmp_path: Path) -> None:
         alone = [[step.token for step in model.generate(ids, max_tokens=10)] for ids in prompts]
         sequences = [model.pool.open() for _ in prompts]
         pairs = zip(sequences, prompts, strict=True)
-        together: list[list[int]] = [[model.prefill(sequence, ids, True) or 0] for sequence, ids in pairs]
+        together: list[list[int]] = [[model.prefill(sequence, ids)] for sequence, ids in pairs]
         for _ in range(9):
             for row, token in enumerate(model.decode(sequences, [tokens[-1] for tokens in together])):
                 together[row].append(token)

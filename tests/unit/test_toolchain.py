@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tapeout.compiler.kernels import toolchain
+from tapeout.compiler import zig
 from tapeout.compiler.kernels.toolchain import SOURCES, Unit, build_libraries
 from tapeout.runtime.errors import TapeoutError
 
@@ -81,13 +81,13 @@ def test_bytes_do_not_depend_on_path_folder_or_cache(
 
 def test_only_what_changed_is_compiled_again(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
-    real = toolchain.subprocess.run
+    real = zig.subprocess.run
 
     def spy(command: list[str], **options: object) -> object:
         compiled.append(" ".join(part for part in command if part.endswith(".c") or part.startswith("-DNAME")))
         return real(command, **options)
 
-    monkeypatch.setattr(toolchain.subprocess, "run", spy)
+    monkeypatch.setattr(zig.subprocess, "run", spy)
     cache, steps = tmp_path / "cache", list[tuple[int, int]]()
     build_libraries(UNITS, ["one"], ["x86_64_v3"], cache, lambda *step: steps.append(step), sources=sources)
     assert steps == [(i, 5) for i in range(1, 6)]
@@ -109,13 +109,13 @@ def test_an_error_names_the_source_and_the_target(sources: Path, tmp_path: Path)
     (sources / "kernel.c").write_text('#include "shape.h"\nint broken( { }\n')
     with pytest.raises(TapeoutError) as caught:
         build(sources, tmp_path / "cache", ["one"])
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "compiling kernel.c -DNAME=one for x86_64_v3 failed:"
-    assert "kernel.c:2" in lines[1] and len(lines) <= 7
+    text = str(caught.value)
+    assert text.startswith("compiling kernel.c -DNAME=one for x86_64_v3 failed: kernel.c:2")
+    assert "\n" not in text
 
 
 def test_a_kernel_that_no_unit_defines_fails_at_the_link(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(TapeoutError, match=r"linking the kernels for x86_64_v3 failed:\n.*tp_kernel_three"):
+    with pytest.raises(TapeoutError, match=r"linking the kernels for x86_64_v3 failed: .*tp_kernel_three"):
         build(sources, tmp_path / "cache", ["one", "three"])
 
 
@@ -128,6 +128,6 @@ def test_an_unknown_target_and_a_missing_header(sources: Path, tmp_path: Path) -
 
 
 def test_a_missing_compiler_is_one_sentence(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(zig.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(TapeoutError, match=r"needs the ziglang package, which is not installed; pip install"):
         build(sources, tmp_path / "cache", ["one"])
