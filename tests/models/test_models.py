@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GEMMA3, SMOLLM2
+from real_models import GEMMA3, SMOLLM2
 
 from tapeout.compiler.driver import compile_spec
 from tapeout.compiler.spec import Model as ModelSection
