@@ -203,3 +203,21 @@ def test_silent_progress_is_silent(capsys) -> None:
     with SilentProgress().task("x", 1) as task:
         task.advance(1)
     assert capsys.readouterr() == ("", "")
+
+
+def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in an interpreter that lacks a module."""
+    main = f"from tapeout.compiler.cli import main; sys.exit(main({arguments!r}))"
+    code = f"import sys; sys.modules[{module!r}] = None; {main}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_the_base_install_runs_artifacts_and_says_what_the_rest_needs(tmp_path: Path) -> None:
+    compiled = without("typer", "compile", "spec.yaml")
+    assert compiled.returncode == 2
+    assert compiled.stderr == (
+        "error: this command needs typer, which is not installed; pip install 'tapeout[compiler]'\n"
+    )
+    ran = without("typer", "run", str(tmp_path / "none"), "--prompt", "x")
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(f"error: {tmp_path / 'none'}: no such folder")
