@@ -113,23 +113,36 @@ TP_INLINE void read_ahead(const uint8_t *record, int i) {
     for (int b = 0; b < bytes; b += 64) __builtin_prefetch(record + TP_AHEAD + i * bytes + b, 0, 3);
 }
 
-/* One row of activations and one tile: the decode step, bound by the reading of weights. */
-TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
-    vf sum[TP_UNITS];
-    for (int u = 0; u < TP_UNITS; u++) sum[u] = vf_load(sums + u * TP_WIDTH);
+/* One or two rows of activations and one tile: the decode step, bound by the reading of weights. */
+TP_INLINE void multiply_few(const uint8_t *w, int rows, int64_t groups, const operand *x, float *sums) {
+    vf sum[TP_UNITS][2];
+    TP_UNROLL for (int u = 0; u < TP_UNITS; u++)
+        TP_UNROLL for (int r = 0; r < rows; r++) sum[u][r] = vf_load(sums + r * TP_TILE + u * TP_WIDTH);
     for (int64_t g = 0; g < groups; w += TP_RECORD_BYTES) {
         for (int i = 0; i < TP_SUPER / 32; i++, g++) {
+            const float *scale = x->scale + g * x->cap;
+            const side *at = x->side + g * rows * TP_HALVES;
             read_ahead(w, i);
-            for (int u = 0; u < TP_UNITS; u++) {
+            TP_UNROLL for (int u = 0; u < TP_UNITS; u++) {
                 tile16_group group;
                 tile16_decode(w, i, u, &group);
-                vf product;
-                products(&product, 1, &group, x->codes + g * x->cap * 32, x->side + g * TP_HALVES);
-                sum[u] = add_product(sum[u], product, &group, x->scale[g * x->cap], x->side + g * TP_HALVES);
+                vf product[2];
+                products(product, rows, &group, x->codes + g * x->cap * 32, at);
+                TP_UNROLL for (int r = 0; r < rows; r++)
+                    sum[u][r] = add_product(sum[u][r], product[r], &group, scale[r], at + r * TP_HALVES);
             }
         }
     }
-    for (int u = 0; u < TP_UNITS; u++) vf_store(sums + u * TP_WIDTH, sum[u]);
+    TP_UNROLL for (int u = 0; u < TP_UNITS; u++)
+        TP_UNROLL for (int r = 0; r < rows; r++) vf_store(sums + r * TP_TILE + u * TP_WIDTH, sum[u][r]);
+}
+
+TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
+    multiply_few(w, 1, groups, x, sums);
+}
+
+TP_FN void multiply_two(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
+    multiply_few(w, 2, groups, x, sums);
 }
 
 /* Rows t .. t + rows of one group against one unit of a tile, in memory. */
@@ -168,6 +181,7 @@ TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, 
     int64_t stride = (int64_t)x->rows * TP_TILE;
     for (int n = 0; n < tiles; n++, sums += stride) {
         if (x->rows == 1) multiply_one(w[n] + skip, groups, x, sums);
+        else if (x->rows == 2) multiply_two(w[n] + skip, groups, x, sums);
         else
             for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n] + skip, u, groups, x, sums + u * TP_WIDTH);
     }
