@@ -111,8 +111,8 @@ class _Lowering:
     def _is_sensitive(self, op: Op) -> bool:
         """Whether rounding the op's input to 8 bits shows in the logits: they are its output, or attention weighs it.
 
-        Measured on SmolLM2 and Gemma 3 (docs/measurements): these inputs make up more than half of the divergence and
-        read a sixth of a layer's weights.
+        Measured (docs/measurements): these inputs make up about half of the divergence of SmolLM2 and Gemma 3, and read
+        a sixth of a layer's weights.
         """
         if op.name == self.graph.output:
             return True
@@ -292,7 +292,7 @@ class _Lowering:
 
     def _record_terms(self, op: Op) -> None:
         reason = "rounding this input to 8 bits shows in the logits; a decode step reads the weight once either way"
-        why = "of all 8-bit inputs, those of the head and of q, k and v make up more than half of the divergence"
+        why = "of all 8-bit inputs, those of the head and of q, k and v make up about half of the divergence"
         other = ("one 8-bit term", why)
         self.decisions.append(Decision("select_kernels", f"{op.name} activations", "two 8-bit terms", reason, (other,)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -200,21 +201,21 @@ class Model:
 
     def _head_rows(self, rows: int, out: npt.NDArray[np.float32]) -> None:
         """Run the head over all rows of the step that just ran, as many at a time as its largest list holds."""
-        import ctypes
-
-        most = largest(self.backend.lists, "head")
-        for start in range(0, rows, most):
-            count = min(most, rows - start)
-            head = self.bucket("head", count)
-            self.step.out_row[:count] = range(start, start + count)
-            self.step.struct.out_rows = count
+        for start, count, head in self._head_chunks(rows):
             self.backend.run(None, head, self.step.struct, None)
             ctypes.memmove(out[start:].ctypes.data, self.backend.logits_address(head), count * self.vocab_size * 4)
 
+    def _head_chunks(self, rows: int) -> Iterator[tuple[int, int, LaunchList]]:
+        """Cut rows into what the largest head list holds; the step wants the rows of each chunk as it is handed out."""
+        most = largest(self.backend.lists, "head")
+        for start in range(0, rows, most):
+            count = min(most, rows - start)
+            self.step.out_row[:count] = range(start, start + count)
+            self.step.struct.out_rows = count
+            yield start, count, self.bucket("head", count)
+
     def trace(self, ids: Sequence[int]) -> Iterator[Traced]:
         """Run ``ids`` launch by launch, outputs poisoned before each, and yield what every launch wrote."""
-        from tapeout.runtime.trace import trace_launches
-
         ids = [int(token) for token in ids]
         self.check_prompt(ids)
         sequence = self.pool.open()
@@ -223,19 +224,16 @@ class Model:
                 piece = ids[start : start + self.chunk]
                 self.pool.grow(sequence, sequence.length + len(piece))
                 step = self.step.one_sequence(sequence, piece, [])
-                yield from self._trace_step(trace_launches, step, len(piece))
+                yield from self._trace_step(step, len(piece))
                 sequence.length += len(piece)
         finally:
             self.pool.close(sequence)
 
-    def _trace_step(self, trace_launches: Any, step: StepStruct, rows: int) -> Iterator[Traced]:
+    def _trace_step(self, step: StepStruct, rows: int) -> Iterator[Traced]:
+        from tapeout.runtime.trace import trace_launches
+
         yield from trace_launches(self.backend, self.bucket("prefill", rows), step, rows)
-        most = largest(self.backend.lists, "head")
-        for start in range(0, rows, most):
-            count = min(most, rows - start)
-            self.step.out_row[:count] = range(start, start + count)
-            step.out_rows = count
+        for _, count, head in self._head_chunks(rows):
             head_step = StepStruct.from_buffer_copy(step)
             head_step.rows = count
-            yield from trace_launches(self.backend, self.bucket("head", count), head_step, count)
-        step.out_rows = 0
+            yield from trace_launches(self.backend, head, head_step, count)

@@ -85,12 +85,13 @@ def test_the_float32_path_is_transformers(name: str) -> None:
         assert np.array_equal(logits.argmax(-1), expected.argmax(-1))
         prompt = sample(name)[:32]
         steps = [step.token for step in ours.generate(prompt, max_tokens=24)]
+        ends = ours.eos_ids
     import torch
 
     with torch.no_grad():
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, 32:].tolist()
     assert steps == tokens[: len(steps)]
-    assert len(steps) == 24 or steps[-1] == tokens[len(steps) - 1]
+    assert len(steps) == 24 or steps[-1] in ends
 
 
 @pytest.mark.parametrize("name", SOURCES)
