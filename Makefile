@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := artifacts/smollm2-135m-cpu
 PROMPT ?= Why is the sky blue? Answer in one sentence.
 
-.PHONY: demo test lint install-demo install-test clean
+.PHONY: demo test test-gpu lint install-demo install-test clean
 
 demo: install-demo
 	$(BIN)/tapeout compile specs/smollm2-135m-cpu.yaml -o $(DEMO) --force
@@ -13,6 +13,10 @@ demo: install-demo
 
 test: install-test lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# on a machine with an NVIDIA GPU: kernels, whole models, compute-sanitizer; tests skip what they do not find
+test-gpu: install-test $(VENV)/.gpu
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 # pyright follows neither editable installs nor links to folders, so it reads a copy laid out as the packages are
 lint: install-test
@@ -30,8 +34,12 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml tests/constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[compiler,verify,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[compiler,cuda,gpu,verify,dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.gpu: pyproject.toml | $(VENV)/.test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[compiler,gpu,cuda]'
+	touch $@
 
 install-demo: $(VENV)/.demo
 install-test: $(VENV)/.test

@@ -65,7 +65,7 @@ def code_digest() -> str:
     digest = hashlib.sha256()
     places = [
         *root.glob("emit/*.py"),
-        *root.glob("emit/*.c"),
+        *root.glob("emit/*.[ch]"),
         *root.glob("formats/*.py"),
         root / "recipes.py",
         root / "layouts.py",

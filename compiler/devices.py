@@ -15,33 +15,98 @@ from tapeout.compiler.spec.violations import validate
 from tapeout.runtime.errors import TapeoutError
 
 Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Arch = Literal["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+Feature = Literal["bulk_copy", "cluster", "fp4", "fp8", "mma_block_scale", "pdl", "tcgen05", "wgmma"]
 
 
 class Device(Section):
-    """One device. Rates are ceilings that were measured with the instructions that the kernels use."""
+    """What every profile has. ``CpuDevice`` and ``CudaDevice`` say the rest."""
 
     name: str
     """Name of the profile, the one that topology.device gives."""
+    memory: Size
+    """Bytes that an artifact may plan with."""
+    bandwidth_gb_s: Positive
+    """Bytes read from memory by the whole device, 10^9 a second."""
+    source: str
+    """Where the figures come from."""
+
+
+class CpuDevice(Device):
+    """A CPU. Rates are ceilings that were measured with the instructions that the kernels use."""
+
     kind: Literal["cpu"]
     """Which backend runs it."""
     targets: Annotated[tuple[Literal["x86_64_v3", "x86_64_v4"], ...], Field(min_length=1)]
     """Instruction sets that kernels are built for, from the most to the least widely available."""
-    memory: Size
-    """Bytes that an artifact may plan with."""
-    threads: Annotated[int, Field(ge=1)]
+    threads: Count
     """Threads that the rates below were measured with, and that plans are costed for."""
-    bandwidth_gb_s: Positive
-    """Bytes read from memory by all threads together, 10^9 a second."""
     bandwidth_one_thread_gb_s: Positive
-    """The same for one thread."""
+    """Bytes read from memory by one thread, 10^9 a second."""
     int8_gops_per_core: Positive
     """int8 dot products accumulated in 32 bits, 10^9 operations a second (a multiply and an add are two)."""
     int8_pairs_gops_per_core: Positive
     """The same with 16-bit accumulation of pairs, where the codes are small enough for it."""
     f32_gflops_per_core: Positive
     """float32 fused multiply-add, 10^9 operations a second."""
-    source: str
-    """Where the figures come from."""
+
+
+class MatrixRates(Section):
+    """Dense matrix products, 10^12 operations a second by operand type; null where the hardware has none."""
+
+    bf16: Positive
+    f16: Positive
+    fp8: Positive | None
+    """e4m3 and e5m2, accumulated in float32."""
+    int8: Positive | None
+    """Accumulated in int32."""
+    fp4: Positive | None
+    """e2m1 with block scales."""
+
+
+class CudaDevice(Device):
+    """An NVIDIA GPU. Rates are the vendor's peaks, except those that ``measured`` names."""
+
+    kind: Literal["cuda"]
+    """Which backend runs it."""
+    arch: Arch
+    """The architecture that kernels are compiled for."""
+    sm_count: Count
+    """Multiprocessors."""
+    clock_mhz: Positive
+    """Boost clock."""
+    registers_per_sm: Count
+    """32-bit registers of a multiprocessor."""
+    shared_per_sm: Count
+    """Bytes of shared memory of a multiprocessor, the 1,024 that each resident block costs included."""
+    shared_per_block: Count
+    """Bytes of shared memory that one block may use, static and dynamic together."""
+    threads_per_sm: Count
+    """Threads that a multiprocessor holds."""
+    blocks_per_sm: Count
+    """Blocks that a multiprocessor holds."""
+    l2_bytes: Size
+    """Size of the L2 cache."""
+    peak_bandwidth_gb_s: Positive
+    """Memory bandwidth by the data sheet, 10^9 bytes a second."""
+    matrix_tflops: MatrixRates
+    """Rates of the matrix units."""
+    f32_tflops: Positive
+    """float32 fused multiply-add outside the matrix units, 10^12 operations a second."""
+    pcie_gb_s: Positive
+    """The bus to the host, raw, one direction."""
+    nvlink_gb_s: Positive | None
+    """Links to other GPUs, one direction; null where there are none."""
+    features: tuple[Feature, ...]
+    """Instructions and launch modes that kernels may ask for."""
+    measured: tuple[Literal["bandwidth_gb_s", "l2_bytes", "memory", "sm_count"], ...] = ()
+    """Which figures were measured on such a card; all others are the vendor's."""
+
+    @property
+    def capability(self) -> int:
+        """Compute capability as two digits or three: 90 for sm_90."""
+        return int(self.arch.removeprefix("sm_"))
 
 
 def profile_folder() -> Path:
@@ -61,7 +126,9 @@ def load_device(name: str) -> Device:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
         raise TapeoutError(f"topology.device: no profile is called {name!r}; {hint}known: {', '.join(known)}")
-    device = validate(Device, read_document(profile_folder() / f"{name}.yaml"))
+    document = read_document(profile_folder() / f"{name}.yaml")
+    kind = CudaDevice if document.data.get("kind") == "cuda" else CpuDevice
+    device = validate(kind, document)
     if device.name != name:
         raise TapeoutError(f"{profile_folder() / name}.yaml: name is {device.name!r}, but the file is called {name}")
     return device

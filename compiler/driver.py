@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,23 +11,26 @@ from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.checkpoints.source import resolve_source
-from tapeout.compiler.devices import Device, load_device
+from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
 from tapeout.compiler.environment import Environment
+from tapeout.compiler.kernels.cuda.base import Cubin
 from tapeout.compiler.kernels.toolchain import Unit, build_libraries, build_steps
+from tapeout.compiler.lowering.choice import KernelBuilder
 from tapeout.compiler.pipeline import Memo, Results
 from tapeout.compiler.plan import Json, add_errors, build_plan, canonical
-from tapeout.compiler.progress import Progress, SilentProgress, Task
-from tapeout.compiler.spec import Spec, require_one_device
-from tapeout.compiler.stages import MemoryPlan, SelectedModel
+from tapeout.compiler.progress import Progress, SilentProgress, steps_of
+from tapeout.compiler.spec import Spec, Topology, require_one_device
+from tapeout.compiler.stages import BuiltKernel, KernelEntry, MemoryPlan, SelectedModel
 from tapeout.compiler.tokenizers import build_tokenizer
 from tapeout.passes import PIPELINE
+from tapeout.passes.select_kernels import further_devices
 from tapeout.runtime.errors import TapeoutError
 
 WEIGHTS = "weights/rank0.safetensors"
 ENGINE = (Unit("engine.c"), Unit("sample.c"))
-KERNEL_BYTES = 1 << 20  # more than any kernel library takes, for the check of free space
+KERNEL_BYTES = 32 << 20  # more than the kernels of an artifact take, for the check of free space
 
 
 def compile_spec(
@@ -54,37 +56,40 @@ def compile_spec(
     require_one_device(spec.topology)
     device = load_device(spec.topology.device)
     checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))
-    results = run_passes(spec, device, checkpoint, memo, progress)
+    folder = Environment.read().cache
+    builder = KernelBuilder(folder / "cubins", progress)
+    results = run_passes(spec, device, checkpoint, builder, memo, progress)
     if plan_only:
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
         _write_plan(output, plan, force)
         return plan
-    folder = Environment.read().cache
-    needed = results.get(MemoryPlan).weights + KERNEL_BYTES * len(device.targets)
+    needed = results.get(MemoryPlan).weights + KERNEL_BYTES
     weight_cache = WeightCache(folder / "weights") if cache else None
     with ArtifactWriter(output, force=force, needed_bytes=needed) as writer, ThreadPoolExecutor(1) as pool:
         # zig compiles in processes of its own while the tokenizer is built here
         native = pool.submit(load_native, folder / "emit")
-        libraries = pool.submit(_build_kernels, results.get(SelectedModel), device, folder / "kernels", progress)
+        selected, kernels_at = results.get(SelectedModel), folder / "kernels"
+        kernels = pool.submit(_kernel_files, selected, device, spec.topology, kernels_at, builder, progress)
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
-        files = {f"kernels/cpu-{target}.so": data for target, data in libraries.result().items()}
         report = _add_weights(writer, results, checkpoint, native.result(), jobs, weight_cache, progress)
         plan = add_errors(plan, report.errors)
-        for name, data in {**files, **tokenizer.files, "plan.json": canonical(plan)}.items():
+        for name, data in {**kernels.result(), **tokenizer.files, "plan.json": canonical(plan)}.items():
             writer.add(name, data)
-        final = writer.seal(device.targets)
+        final = writer.seal(plan["kernels"]["targets"])
     if weight_cache is not None:
         with contextlib.suppress(OSError):  # the artifact is whole; the next compile builds again what it cannot find
             weight_cache.record(final / WEIGHTS, report.chunk_bytes, report.sha256, report.spans)
     return plan
 
 
-def run_passes(spec: Spec, device: Device, checkpoint: Checkpoint, memo: Memo | None, progress: Progress) -> Results:
+def run_passes(
+    spec: Spec, device: Device, checkpoint: Checkpoint, builder: KernelBuilder, memo: Memo | None, progress: Progress
+) -> Results:
     """The pipeline over a spec's sections and an opened checkpoint."""
     with progress.task("planning", len(PIPELINE.passes)) as task:
-        inputs = (spec.model, spec.quantization, spec.topology, spec.serving, device, checkpoint)
+        inputs = (spec.model, spec.quantization, spec.topology, spec.serving, device, checkpoint, builder)
         return PIPELINE.run(*inputs, memo=memo, callback=lambda name, reused: task.advance(1))
 
 
@@ -103,24 +108,30 @@ def _write_plan(output: Path, plan: Json, force: bool) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _stepper(task: Task) -> Callable[[int, int], None]:
-    """Turns calls of (done, total) into advances."""
-    last = 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        del total
-        task.advance(done - last)
-        last = done
-
-    return report
-
-
-def _build_kernels(selected: SelectedModel, device: Device, cache: Path, progress: Progress) -> dict[str, bytes]:
-    units = list(dict.fromkeys([*ENGINE, *(Unit(kernel.source, kernel.defines) for kernel in selected.kernels)]))
-    names = [kernel.name for kernel in selected.kernels]
+def _kernel_files(
+    selected: SelectedModel,
+    device: Device,
+    topology: Topology,
+    cache: Path,
+    builder: KernelBuilder,
+    progress: Progress,
+) -> dict[str, bytes]:
+    """The compiled kernels by their path in the artifact: one library a CPU target, or one cubin a GPU kernel."""
+    if isinstance(device, CudaDevice):
+        used = [kernel.kernel for kernel in selected.kernels if isinstance(kernel, BuiltKernel)]
+        return {
+            f"kernels/{each.arch}/{name}.cubin": cubin.data
+            for each in (device, *further_devices(device, topology))
+            for name, cubin in builder.build(used, each).items()
+            if isinstance(cubin, Cubin)
+        }
+    assert isinstance(device, CpuDevice)
+    entries = [kernel for kernel in selected.kernels if isinstance(kernel, KernelEntry)]
+    units = list(dict.fromkeys([*ENGINE, *(Unit(kernel.source, kernel.defines) for kernel in entries)]))
+    names = [kernel.name for kernel in entries]
     with progress.task("kernels", build_steps(units, device.targets)) as task:
-        return build_libraries(units, names, device.targets, cache, _stepper(task))
+        libraries = build_libraries(units, names, device.targets, cache, steps_of(task))
+    return {f"kernels/cpu-{target}.so": data for target, data in libraries.items()}
 
 
 def _add_weights(
@@ -137,7 +148,7 @@ def _add_weights(
     entries = [WeightEntry(place.name, recipes[place.name], place.offset, place.nbytes) for place in memory.places]
     with progress.task("weights", memory.weights, unit="B") as task:
         report = emit_weights(
-            entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=_stepper(task)
+            entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=steps_of(task)
         )
         task.note(f"{report.reused} reused, {report.built} built")
     writer.add_weights(WEIGHTS, report)

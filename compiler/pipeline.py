@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -53,7 +53,8 @@ class Pipeline:
 
     def run(self, *inputs: object, memo: Memo | None = None, callback: Callback | None = None) -> Results:
         """Run every pass. ``memo`` keeps results by input digest; ``callback(name, reused)`` is told of each pass."""
-        values: dict[type, object] = {type(value): value for value in inputs}
+        read = {kind for info in self.passes for _, kind in info.reads}
+        values: dict[type, object] = {_filed_under(value, read): value for value in inputs}
         digests = {kind: digest(value) for kind, value in values.items()} if memo is not None else {}
         reused: list[str] = []
         for info in self.passes:
@@ -84,6 +85,11 @@ class Pipeline:
             for info in self.passes
         ]
         return "\n".join(lines)
+
+
+def _filed_under(value: object, read: Set[type]) -> type:
+    """The class by which passes read an input: its own, or the nearest base that one of them names."""
+    return next((kind for kind in type(value).__mro__ if kind in read), type(value))
 
 
 def _inspect(function: Callable[..., object]) -> PassInfo:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from tapeout.compiler.devices import Device
+from tapeout.compiler.devices import CpuDevice, Device
+from tapeout.compiler.kernels.cuda.base import Resources
+from tapeout.compiler.kernels.cuda.toolchain import compiler_versions
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.spec import Spec
 from tapeout.compiler.stages import (
+    BuiltKernel,
     FusedModel,
     GraphPlan,
+    KernelEntry,
     LogicalModel,
     MemoryPlan,
     QuantizedModel,
@@ -45,7 +50,8 @@ def build_plan(
     fused, selected = results.get(FusedModel), results.get(SelectedModel)
     memory, graphs = results.get(MemoryPlan), results.get(GraphPlan)
     made = [stage.decisions for stage in (quantized, fused, selected, memory, graphs)]
-    return {
+    target = {} if isinstance(device, CpuDevice) else {"target": "cuda"}
+    return target | {
         "format_version": FORMAT_VERSION,
         "tapeout_version": RUNTIME_VERSION,
         "spec": spec.resolved(),
@@ -60,10 +66,7 @@ def build_plan(
             {"weight": c.weight, "from": c.source, "to": c.to, "rule": c.rule} for c in quantized.conversions
         ],
         "weights": _weights(selected, memory),
-        "kernels": {
-            "targets": list(device.targets),
-            "table": [{"name": k.name, "template": k.template, "params": list(k.params)} for k in selected.kernels],
-        },
+        "kernels": _kernels(device, selected),
         "memory": _memory(selected, memory, spec),
         "graphs": [
             {"name": entry.name, "phase": entry.phase, "rows": entry.rows, "launches": list(entry.launches)}
@@ -72,6 +75,36 @@ def build_plan(
         "generation": dict(generation),
         "decisions": [decision.to_json() for group in made for decision in group] + list(decisions),
     }
+
+
+def _kernels(device: Device, selected: SelectedModel) -> Json:
+    """The kernels, and the architectures there is code for: instruction sets of a CPU, or those of the GPU kernels."""
+    table = [_kernel(kernel) for kernel in selected.kernels]
+    if isinstance(device, CpuDevice):
+        return {"targets": list(device.targets), "table": table}
+    built = [kernel for kernel in selected.kernels if isinstance(kernel, BuiltKernel)]
+    versions = compiler_versions({kernel.kernel.language for kernel in built})
+    return {"targets": [arch for arch, _ in built[0].resources], "compilers": versions, "table": table}
+
+
+def _kernel(kernel: KernelEntry | BuiltKernel) -> Json:
+    if isinstance(kernel, KernelEntry):
+        return {"name": kernel.name, "template": kernel.template, "params": list(kernel.params)}
+    code = kernel.kernel
+    return {
+        "name": code.name,
+        "template": code.template,
+        "language": code.language,
+        "params": [[param.name, param.type] for param in code.params],
+        "threads": code.threads,
+        "pdl": code.pdl,
+        "resources": {arch: _resources(taken, code.language) for arch, taken in kernel.resources},
+    }
+
+
+def _resources(taken: Resources, language: str) -> Json:
+    """Triton's kernels take two more pointers, to scratch memory that ours do without."""
+    return asdict(taken) | {"extra_ptrs": 2 if language == "triton" else 0}
 
 
 def _model(logical: LogicalModel, memory: MemoryPlan) -> Json:
@@ -102,7 +135,7 @@ def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
 
 
 def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:
-    return {
+    return ({} if memory.step_offset is None else {"step": _step(selected, memory.step_offset)}) | {
         "weights": memory.weights,
         "kv_pool": memory.kv_pool,
         "arena": memory.arena,
@@ -128,6 +161,21 @@ def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:
             for graph in memory.graphs
             for p in graph.placements
         ],
+    }
+
+
+def _step(selected: SelectedModel, offset: int) -> Json:
+    step = selected.step
+    assert step is not None
+    fields = {name: [place, size] for name, (place, size) in step.places().items()}
+    return {
+        "offset": offset,
+        "bytes": step.nbytes,
+        "rows": step.rows,
+        "segments": step.segments,
+        "out_rows": step.out_rows,
+        "max_pages": step.max_pages,
+        "fields": fields,
     }
 
 

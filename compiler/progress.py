@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -56,3 +57,16 @@ class SilentProgress:
     def task(self, label: str, total: int, unit: str = "") -> SilentTask:
         """A task that says nothing."""
         return SilentTask()
+
+
+def steps_of(task: Task) -> Callable[[int, int], None]:
+    """Turns calls of (done, total), which may come from any thread, into advances of a task."""
+    last = 0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        del total
+        task.advance(done - last)
+        last = done
+
+    return report

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 from tapeout.compiler.formats import FORMATS
@@ -111,6 +112,7 @@ class Rows(Recipe):
 
     def __post_init__(self) -> None:
         _check_range("rows", self.start, self.stop, self.source.shape[0], self.source)
+        _check_tiles(f"rows from {self.start}", (self.start,), self.source.format)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,7 +133,8 @@ class Columns(Recipe):
         if len(self.source.shape) != 2:
             raise TapeoutError(f"a column cut needs a matrix, got shape {list(self.source.shape)}")
         _check_range("columns", self.start, self.stop, self.source.shape[1], self.source)
-        block = FORMATS[self.source.format].block
+        known = FORMATS[self.source.format]
+        block = known.tiles[1] or known.block if known.tiles else known.block
         if self.start % block or self.stop % block:
             raise TapeoutError(
                 f"columns {self.start}:{self.stop} cut through a block of {self.source.format}; "
@@ -142,6 +145,15 @@ class Columns(Recipe):
     def shape(self) -> tuple[int, ...]:
         """The columns that are kept."""
         return (self.source.shape[0], self.stop - self.start)
+
+
+def _check_tiles(what: str, starts: tuple[int, ...], format: str) -> None:
+    """Refuse what would bring rows under one scale that were encoded under several."""
+    tiles = FORMATS[format].tiles
+    if tiles and any(start % tiles[0] if tiles[0] else 0 for start in starts):
+        raise TapeoutError(
+            f"{what} cut through a scale of {format}, which {tiles[0]} rows share; cuts must be multiples of {tiles[0]}"
+        )
 
 
 def _check_range(what: str, start: int, stop: int, count: int, source: Recipe) -> None:
@@ -162,11 +174,32 @@ class Concat(Recipe):
         if len({(part.shape[1:], part.format) for part in self.parts}) > 1:
             listed = ", ".join(f"{list(part.shape)} {part.format}" for part in self.parts)
             raise TapeoutError(f"a concatenation needs parts of one width and format, got {listed}")
+        format, starts = self.parts[0].format, list(accumulate(part.shape[0] for part in self.parts))
+        if FORMATS[format].tiles == (0, 0) and len(self.parts) > 1:
+            raise TapeoutError(f"{format} has one scale a tensor; concatenate before converting, not after")
+        _check_tiles(f"parts that start in rows {starts[:-1]}", tuple(starts[:-1]), format)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+
+def joined(parts: Sequence[Recipe]) -> Recipe:
+    """The parts one below the other. Where rows share scales, the whole is converted instead of every part."""
+    first = parts[0]
+    if isinstance(first, Convert) and FORMATS[first.format].tiles:
+        sources = [part.source for part in parts if isinstance(part, Convert)]
+        assert len(sources) == len(parts), [part.op for part in parts]
+        return Convert(Concat(tuple(sources)), first.to)
+    return Concat(tuple(parts))
+
+
+def joins_with(recipe: Recipe) -> str:
+    """What recipes that can be ``joined`` agree in: the format, and what it is converted from where that matters."""
+    if isinstance(recipe, Convert) and FORMATS[recipe.format].tiles:
+        return f"{recipe.to} from {recipe.source.format}"
+    return recipe.format
 
 
 @dataclass(frozen=True)
@@ -182,6 +215,7 @@ class HalvesFromPairs(Recipe):
     heads: int
 
     def __post_init__(self) -> None:
+        _check_tiles("rows in another order", (1,), self.source.format)
         if self.source.shape[0] % (2 * self.heads):
             raise TapeoutError(f"{self.source.shape[0]} rows do not make {self.heads} heads of an even size")
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tapeout.compiler.capture import check_capture
 from tapeout.compiler.ir import Graph, check_graph
+from tapeout.compiler.kernels.cuda.base import GpuKernel, Resources
 from tapeout.compiler.recipes import Recipe
 
 Evidence = tuple[tuple[str, int | float | str], ...]
@@ -163,7 +165,14 @@ class SizeOf:
     buffer: str
 
 
-Arg = Span | WeightRef | KvRef | Capacity | SizeOf | int | float
+@dataclass(frozen=True)
+class StepRef:
+    """An argument that points at a field of the step: what the host says of each step, in device memory."""
+
+    field: str
+
+
+Arg = Span | WeightRef | KvRef | Capacity | SizeOf | StepRef | int | float
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,10 @@ class Produced:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel call with symbolic addresses. ``output`` is the argument that ``produces`` refers to."""
+    """One kernel call with symbolic addresses. ``output`` is the argument that ``produces`` refers to.
+
+    ``grid`` is the number of thread blocks; CPU kernels cut their work themselves and have none.
+    """
 
     kernel: str
     op: str
@@ -186,13 +198,34 @@ class Launch:
     writes: tuple[str, ...]
     produces: tuple[Produced, ...] = ()
     output: str = ""
+    grid: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A launch list before it has addresses: a bucket of at most ``rows`` rows, its buffers holding ``capacity``."""
+
+    phase: str
+    rows: int
+    launches: tuple[Launch, ...]
+    capacity: int = 0
+
+    @property
+    def name(self) -> str:
+        """As the plan calls the list."""
+        return f"{self.phase}.{self.rows}"
+
+    @property
+    def held(self) -> int:
+        """Rows that the buffers of this list hold."""
+        return max(self.capacity, self.rows)
 
 
 @dataclass(frozen=True)
 class Buffer:
     """A piece of the arena: ``per_row`` bytes for each of at most ``max_rows`` rows. Pinned ones outlive their list.
 
-    ``kind`` is f32 (row-major, ``columns`` wide), x8 (tapeout_cpu.h, in ``terms`` terms) or scratch.
+    ``kind`` is f32, bf16 or f16 (row-major, ``columns`` wide), x8 (tapeout_cpu.h, in ``terms`` terms) or scratch.
     """
 
     name: str
@@ -220,37 +253,87 @@ class KernelEntry:
 
 
 @dataclass(frozen=True)
+class BuiltKernel:
+    """A GPU kernel that was compiled for every architecture of the artifact, and what it takes on each."""
+
+    kernel: GpuKernel
+    resources: tuple[tuple[str, Resources], ...]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The step in device memory: fields with their sizes in bytes, and the most rows, sequences and pages it holds."""
+
+    rows: int
+    segments: int
+    out_rows: int
+    max_pages: int
+    fields: tuple[tuple[str, int], ...]
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Offset and size of every field; each starts on 64 bytes."""
+        places: dict[str, tuple[int, int]] = {}
+        offset = 0
+        for name, size in self.fields:
+            places[name] = (offset, size)
+            offset += -(-size // 64) * 64
+        return places
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole step."""
+        return sum(-(-size // 64) * 64 for _, size in self.fields)
+
+
+@dataclass(frozen=True)
 class SelectedModel:
-    """Kernels are chosen: the body works on all rows of a step, the head on the rows whose logits are wanted."""
+    """Kernels are chosen, and the closed set of launch lists is known.
+
+    Prefill and decode lists work on all rows of a step, head lists on the rows whose logits are wanted. On a GPU
+    (``step`` is set) a decode list is a whole step with its head and its sampling, and a sample list follows a head.
+    """
 
     fused: FusedModel
-    kernels: tuple[KernelEntry, ...]
+    kernels: tuple[KernelEntry | BuiltKernel, ...]
     weights: tuple[PackedWeight, ...]
     buffers: tuple[Buffer, ...]
-    body: tuple[Launch, ...]
-    head: tuple[Launch, ...]
+    programs: tuple[Program, ...]
     logits: str
     kv_layers: int
     kv_token_bytes: int
     decisions: tuple[Decision, ...]
+    step: StepLayout | None = None
 
     def check(self) -> None:
         """Launches use known kernels, weights and buffers, and read only what was written."""
-        known = {kernel.name: set(kernel.params) for kernel in self.kernels}
-        weights = {weight.name for weight in self.weights}
-        buffers = {buffer.name for buffer in self.buffers}
-        written: set[str] = set()
-        for launch in (*self.body, *self.head):
-            assert {name for name, _ in launch.args} == known[launch.kernel], (
-                f"{launch.op}: arguments of {launch.kernel}"
-            )
-            for _, arg in launch.args:
-                assert not isinstance(arg, WeightRef) or arg.weight in weights, f"{launch.op}: {arg}"
-                assert not isinstance(arg, Span) or arg.buffer in buffers, f"{launch.op}: {arg}"
-            unread = set(launch.reads) - written
-            assert not unread, f"{launch.op} reads {sorted(unread)} before anything is written there"
-            written.update(launch.writes)
-        assert self.logits in written, "the logits are never written"
+        known = {kernel_name(kernel): set(kernel_params(kernel)) for kernel in self.kernels}
+        places = {weight.name for weight in self.weights} | {buffer.name for buffer in self.buffers}
+        kept = {buffer.name for buffer in self.buffers if buffer.pinned}
+        for program in self.programs:
+            written = set(kept) if program.phase in ("head", "sample") else kept & {STEP, COUNTERS}
+            for launch in program.launches:
+                assert {name for name, _ in launch.args} == known[launch.kernel], f"{launch.op}: {launch.kernel}"
+                for _, arg in launch.args:
+                    assert not isinstance(arg, WeightRef) or arg.weight in places, f"{launch.op}: {arg}"
+                    assert not isinstance(arg, Span) or arg.buffer in places, f"{launch.op}: {arg}"
+                unread = set(launch.reads) - written
+                assert not unread, f"{launch.op} reads {sorted(unread)} before anything is written there"
+                written.update(launch.writes)
+            assert program.phase != "head" or self.logits in written, f"{program.name} writes no logits"
+
+
+STEP = "step"
+COUNTERS = "counters"
+
+
+def kernel_name(kernel: KernelEntry | BuiltKernel) -> str:
+    """The name a launch calls a kernel by."""
+    return kernel.kernel.name if isinstance(kernel, BuiltKernel) else kernel.name
+
+
+def kernel_params(kernel: KernelEntry | BuiltKernel) -> tuple[str, ...]:
+    """Names of a kernel's arguments, in ABI order."""
+    return tuple(p.name for p in kernel.kernel.params) if isinstance(kernel, BuiltKernel) else kernel.params
 
 
 @dataclass(frozen=True)
@@ -300,6 +383,7 @@ class MemoryPlan:
     places: tuple[WeightPlace, ...]
     graphs: tuple[GraphMemory, ...]
     decisions: tuple[Decision, ...]
+    step_offset: int | None = None
 
     @property
     def total(self) -> int:
@@ -334,12 +418,16 @@ class GraphPlan:
 
     lists: tuple[LaunchList, ...]
     decisions: tuple[Decision, ...]
+    templates: tuple[tuple[str, str], ...] = ()
+    """The template of each GPU kernel by its name; none on a CPU, whose lists are not captured."""
 
     def check(self) -> None:
-        """One head, at least one prefill and one decode list, and names are unique."""
+        """At least one list of each phase, names are unique, and GPU lists are safe to capture."""
         names = [entry.name for entry in self.lists]
         assert len(set(names)) == len(names)
-        assert {entry.phase for entry in self.lists} == {"prefill", "decode", "head"}
+        for entry in self.lists if self.templates else ():
+            check_capture(entry.name, entry.launches, dict(self.templates))
+        assert {entry.phase for entry in self.lists} >= {"prefill", "decode", "head"}
 
 
 def merge_decisions(decisions: Iterable[Decision]) -> tuple[Decision, ...]:

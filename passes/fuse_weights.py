@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from tapeout.compiler.ir import Graph, Op, Weight
-from tapeout.compiler.recipes import Concat, Recipe
+from tapeout.compiler.recipes import Recipe, joined, joins_with
 from tapeout.compiler.stages import Decision, FusedModel, QuantizedModel, merge_decisions
 
 
@@ -19,7 +19,7 @@ def fuse_weights(quantized: QuantizedModel) -> FusedModel:
     def kind(op: Op) -> tuple[str, str, str, int]:
         if not op.fuse:
             return (op.name, "", "", 0)
-        return (op.fuse, op.inputs[0], recipes[op.weights[0]].format, len(op.weights))
+        return (op.fuse, op.inputs[0], joins_with(recipes[op.weights[0]]), len(op.weights))
 
     for _, run in groupby(graph.ops, key=kind):
         parts = list(run)
@@ -42,7 +42,7 @@ def _join(parts: list[Op], slots: dict[str, Weight], recipes: dict[str, Recipe])
         sources = [slots.pop(name) for name in names]
         rows = sum(slot.shape[0] for slot in sources)
         slots[whole + suffix] = Weight(whole + suffix, (rows, *sources[0].shape[1:]), sources[0].axes)
-        recipes[whole + suffix] = Concat(tuple(recipes.pop(name) for name in names))
+        recipes[whole + suffix] = joined([recipes.pop(name) for name in names])
         weights.append(whole + suffix)
     width = sum(op.width for op in parts)
     return Op("linear", whole, parts[0].inputs, tuple(weights), width, fuse=parts[0].fuse,

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tapeout.compiler.devices import Device
-from tapeout.compiler.layouts import PAGE, plan_offsets
+from tapeout.compiler.devices import CpuDevice, Device
+from tapeout.compiler.layouts import LINE, PAGE, PLANE, plan_offsets
 from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import (
+    STEP,
     Buffer,
     Decision,
     GraphMemory,
     Launch,
     MemoryPlan,
     Placement,
+    Program,
     SelectedModel,
     WeightPlace,
 )
 from tapeout.runtime.errors import TapeoutError
 
 SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
-SMALL_PREFILL = 32
-HEAD_ROWS = 16
 
 
 def plan_memory(selected: SelectedModel, device: Device, topology: Topology, serving: Serving) -> MemoryPlan:
     """Place everything. Raises TapeoutError with the longest context that fits when the device is too small."""
     context = serving.context_for(selected.fused.quantized.logical.max_context)
-    buckets = choose_buckets(serving, context)
-    pinned, start = _place_pinned(selected.buffers, max(rows for phase, rows in buckets if phase != "head"))
-    graphs = tuple(_place(selected, phase, rows, pinned, start) for phase, rows in buckets)
-    spans = plan_offsets([weight.nbytes for weight in selected.weights])
+    most = max(program.held for program in selected.programs if program.phase != "head")
+    pinned, start = _place_pinned(selected.buffers, most)
+    graphs = tuple(_place(selected, program, pinned, start) for program in selected.programs)
+    spans = plan_offsets([w.nbytes for w in selected.weights], line=PLANE if selected.step else LINE)
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
     layer = _round(pages * serving.page_tokens * selected.kv_token_bytes, PAGE)
@@ -38,7 +38,7 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
         weights=sum(place.nbytes for place in places),
         kv_pool=layer * selected.kv_layers,
         arena=_round(max(p.offset + p.nbytes for graph in graphs for p in graph.placements), PAGE),
-        scratch=SCRATCH * device.threads,
+        scratch=SCRATCH * device.threads if isinstance(device, CpuDevice) else 0,
         capacity=(topology.memory or device.memory) - serving.headroom,
         max_context=context,
         max_sequences=serving.max_sequences,
@@ -48,26 +48,10 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
         places=places,
         graphs=graphs,
         decisions=_decide(selected, serving, context),
+        step_offset=pinned[STEP][0] if selected.step else None,
     )
     _refuse_if_too_large(plan, selected, serving)
     return plan
-
-
-def choose_buckets(serving: Serving, context: int) -> tuple[tuple[str, int], ...]:
-    """The closed set of (phase, rows): prefill chunks, decode batches, and how many rows get logits at once."""
-    chunk = min(serving.prefill_chunk, context)
-    prefill = sorted({min(SMALL_PREFILL, chunk), chunk})
-    decode = serving.decode_buckets or _powers(serving.max_sequences)
-    head = sorted({1, max(HEAD_ROWS, serving.max_sequences)})
-    phases = (("prefill", prefill), ("decode", decode), ("head", head))
-    return tuple((phase, rows) for phase, sizes in phases for rows in sizes)
-
-
-def _powers(limit: int) -> tuple[int, ...]:
-    sizes = [1]
-    while sizes[-1] < limit:
-        sizes.append(min(2 * sizes[-1], limit))
-    return tuple(sizes)
 
 
 def _round(size: int, step: int) -> int:
@@ -95,14 +79,12 @@ def lifetimes(launches: Sequence[Launch]) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _place(
-    selected: SelectedModel, phase: str, rows: int, pinned: dict[str, tuple[int, int]], start: int
-) -> GraphMemory:
+def _place(selected: SelectedModel, program: Program, pinned: dict[str, tuple[int, int]], start: int) -> GraphMemory:
     """Greedy by size: each buffer goes to the lowest place free during its life; logits outlive their list."""
-    launches = selected.head if phase == "head" else selected.body
+    launches, rows = program.launches, program.held
     buffers = {buffer.name: buffer for buffer in selected.buffers}
     spans = lifetimes(launches)
-    if phase == "head":
+    if program.phase == "head":
         spans[selected.logits] = (spans[selected.logits][0], len(launches))
     placed = [Placement(name, *pinned[name], 0, len(launches)) for name in pinned if name in spans]
     waiting = sorted(
@@ -118,7 +100,7 @@ def _place(
             offset = max(offset, high)
         placed.append(Placement(name, offset, size, first, last))
     placed.sort(key=lambda p: (p.first, p.buffer))
-    return GraphMemory(f"{phase}.{rows}", phase, rows, tuple(placed))
+    return GraphMemory(program.name, program.phase, program.rows, tuple(placed))
 
 
 def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[Decision, ...]:

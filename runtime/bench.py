@@ -29,6 +29,7 @@ def bench_model(model: Model, prompt_tokens: int, max_tokens: int, repeats: int)
     rate = statistics.median(decode)
     return {
         "target": model.target,
+        "device": model.device,
         "threads": model.threads,
         "prefill_tokens": prompt_tokens,
         "decode_tokens": max_tokens,
@@ -56,8 +57,8 @@ def _decode_rate(model: Model, count: int) -> float:
     try:
         token = model.prefill(sequence, [model.plan["generation"].get("bos_token_id") or 0])
         started = time.perf_counter()
-        for _ in range(count):
-            token = model.decode([sequence], [token])[0]
+        for _ in model.stream([sequence], [token], count):
+            pass
         return count / (time.perf_counter() - started)
     finally:
         model.pool.close(sequence)

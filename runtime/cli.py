@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,10 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"tapeout {command}", description=description)
     parser.add_argument("artifact", type=Path, help="folder that `tapeout compile` wrote")
     parser.add_argument("--threads", type=int, help="threads to run on (default: one for each CPU of this process)")
-    parser.add_argument("--target", help="kernel target to use (default: the best that this CPU runs)")
+    parser.add_argument("--target", help="kernel target to use (default: the best that this machine runs)")
+    parser.add_argument(
+        "--device", type=int, default=0, metavar="N", help="GPU to run on, by its number (default: 0; not for CPUs)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -73,7 +77,7 @@ def _run(argv: Sequence[str]) -> int:
 
     from tapeout.runtime.model import load
 
-    with load(options.artifact, threads=options.threads, target=options.target) as model:
+    with load(options.artifact, threads=options.threads, target=options.target, device=options.device) as model:
         ids = _prompt_ids(model, prompt, options)
         return _generate(model, ids, options)
 
@@ -158,17 +162,30 @@ def _bench(argv: Sequence[str]) -> int:
     from tapeout.runtime.bench import bench_model
     from tapeout.runtime.model import load
 
-    with load(options.artifact, threads=options.threads, target=options.target) as model:
+    with load(options.artifact, threads=options.threads, target=options.target, device=options.device) as model:
         result = bench_model(model, options.prompt_tokens, options.max_tokens, options.repeats)
         result["load_s"], result["peak_rss_bytes"] = round(model.load_s, 4), peak_rss()
+        held = model.device_memory()
+        result["device_memory"] = asdict(held) if held else None
     if options.json:
         print(json.dumps(result))
         return 0
-    print(f"{options.artifact}: {result['target']}, {result['threads']} threads, medians of {options.repeats}")
+    place = result["device"] if result["device_memory"] else f"{result['threads']} threads"
+    print(f"{options.artifact}: {result['target']}, {place}, medians of {options.repeats}")
     for name, figure in (("prefill", "prefill_tok_s"), ("decode", "decode_tok_s")):
         runs = result[f"{figure}_runs"]
         tokens, spread = result[f"{name}_tokens"], f"({min(runs):.1f} to {max(runs):.1f})"
         print(f"  {name:<8} {tokens:>5} tokens  {result[figure]:>9.1f} tok/s  {spread}")
     print(f"  decode reads {result['bytes_per_token'] / 1e6:.1f} MB a token: {result['decode_gb_s']:.1f} GB/s")
     print(f"  load     {result['load_s']:.3f} s, {result['peak_rss_bytes'] / 2**20:.0f} MiB at peak")
+    if result["device_memory"]:
+        _device_memory(**result["device_memory"])
     return 0
+
+
+def _device_memory(planned: int, used: int, context: int, total: int) -> None:
+    mib = [f"{size / 2**20:.1f}" for size in (used, planned, used - planned, context, total)]
+    print(
+        f"  memory   {mib[0]} MiB of the device: {mib[1]} planned, {mib[2]} of code and graphs; "
+        f"the driver and others hold {mib[3]} of {mib[4]} besides"
+    )

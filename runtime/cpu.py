@@ -5,11 +5,18 @@ from __future__ import annotations
 import ctypes as C
 import mmap
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from tapeout.runtime.backend import Rectangle, largest, smallest_fitting
 from tapeout.runtime.errors import TapeoutError
+from tapeout.runtime.sequence import KvSequence
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ABI = 1
 _ARGS = 15
@@ -104,6 +111,59 @@ def _address_of(view: memoryview) -> int:
     return address
 
 
+@dataclass
+class StepInput:
+    """The native step and the arrays it points to, allocated once for the most rows and sequences of the plan."""
+
+    rows: int
+    sequences: int
+    tokens: C.Array[C.c_int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = (C.c_int32 * self.rows)()
+        self.positions = (C.c_int32 * self.rows)()
+        self.row_segment = (C.c_int32 * self.rows)()
+        self.segment = (Segment * self.sequences)()
+        self.out_row = (C.c_int32 * self.rows)()
+        self.struct = StepStruct(
+            tokens=self.tokens,
+            positions=self.positions,
+            row_segment=self.row_segment,
+            segment=self.segment,
+            out_row=self.out_row,
+        )
+
+    def one_sequence(self, sequence: KvSequence, tokens: Sequence[int], out_rows: Sequence[int]) -> StepStruct:
+        """Consecutive tokens of one sequence, which already holds ``sequence.length`` tokens."""
+        count, start = len(tokens), sequence.length
+        self.tokens[:count] = tokens
+        self.positions[:count] = range(start, start + count)
+        self.row_segment[:count] = [0] * count
+        self.segment[0] = Segment(0, count, start, 0, C.cast(sequence.table, C.POINTER(C.c_int32)))
+        self._finish(count, 1, out_rows)
+        return self.struct
+
+    def one_token_each(self, sequences: Sequence[KvSequence], tokens: Sequence[int]) -> StepStruct:
+        """The next token of several sequences; every row gets logits."""
+        count = len(sequences)
+        self.tokens[:count] = tokens
+        self.row_segment[:count] = range(count)
+        for row, sequence in enumerate(sequences):
+            self.positions[row] = sequence.length
+            self.segment[row] = Segment(row, 1, sequence.length, 0, C.cast(sequence.table, C.POINTER(C.c_int32)))
+        self._finish(count, count, range(count))
+        return self.struct
+
+    def want(self, out_rows: Sequence[int]) -> None:
+        """Ask for the logits of these rows."""
+        self.out_row[: len(out_rows)] = out_rows
+        self.struct.out_rows = len(out_rows)
+
+    def _finish(self, rows: int, segments: int, out_rows: Sequence[int]) -> None:
+        self.struct.rows, self.struct.segments = rows, segments
+        self.want(out_rows)
+
+
 class LaunchList:
     """The native form of one launch list, with its plan entry kept for tracing."""
 
@@ -134,6 +194,88 @@ class CpuBackend:
         if not engine:
             raise TapeoutError(f"the engine could not start {threads} threads; ask for fewer")
         self._engine: int | None = engine
+        rows = max(largest(self.lists, "prefill"), memory["max_sequences"])
+        self.step = StepInput(rows, memory["max_sequences"])
+        self.sampling = (Sampling * max(largest(self.lists, "head"), 1))()
+        self._one = StepStruct()
+        self._results: dict[int, list[int]] = {}
+        self._tickets = 0
+
+    def prefill(self, sequence: KvSequence, tokens: Sequence[int], sample: bool) -> int:
+        """See Backend."""
+        step = self.step.one_sequence(sequence, tokens, [len(tokens) - 1] if sample else [])
+        body = smallest_fitting(self.lists, "prefill", len(tokens))
+        if not sample:
+            self.run(body, None, step, None)
+            return self._ticket(0)
+        self._choose([sequence], len(tokens))
+        self.run(body, smallest_fitting(self.lists, "head", 1), step, self.sampling)
+        return self._ticket(1)
+
+    def decode(self, sequences: Sequence[KvSequence], tokens: Sequence[int] | None) -> int:
+        """See Backend."""
+        assert tokens is not None, "the CPU runs no step ahead of its tokens"
+        body, head = (smallest_fitting(self.lists, phase, len(tokens)) for phase in ("decode", "head"))
+        step = self.step.one_token_each(sequences, tokens)
+        self._choose(sequences, 1)
+        self.run(body, head, step, self.sampling)
+        return self._ticket(len(tokens))
+
+    def _choose(self, sequences: Iterable[KvSequence], rows: int) -> None:
+        for native, sequence in zip(self.sampling, sequences, strict=False):
+            options = sequence.sampling
+            native.temperature, native.top_p, native.top_k = options.temperature, options.top_p, options.top_k
+            native.seed, native.position = options.seed, sequence.length + rows
+
+    def _ticket(self, rows: int) -> int:
+        self._tickets += 1
+        self._results[self._tickets] = [int(self.sampling[row].token) for row in range(rows)]
+        return self._tickets
+
+    def sampled(self, ticket: int) -> list[int]:
+        """See Backend."""
+        return self._results.pop(ticket)
+
+    def drop(self, ticket: int) -> None:
+        """See Backend."""
+        self._results.pop(ticket, None)
+
+    def continues(self, sequences: Sequence[KvSequence]) -> bool:
+        """See Backend: a step is done when its call returns, so there is nothing to run ahead of."""
+        return False
+
+    def stage(self, sequence: KvSequence, tokens: Sequence[int], phase: str = "prefill") -> None:
+        """See Backend."""
+        self._one = self.step.one_sequence(sequence, tokens, [])
+
+    def stage_head(self, first: int, count: int) -> None:
+        """See Backend."""
+        self.step.want(range(first, first + count))
+        self._one = StepStruct.from_buffer_copy(self.step.struct)
+        self._one.rows = count
+
+    def logits(self, first: int, out: npt.NDArray[np.float32]) -> None:
+        """See Backend."""
+        head: LaunchList = smallest_fitting(self.lists, "head", len(out))
+        self.step.want(range(first, first + len(out)))
+        self.run(None, head, self.step.struct, None)
+        C.memmove(out.ctypes.data, self.logits_address(head), len(out) * self.vocab * 4)
+
+    def poison(self, arg: Any, part: Rectangle) -> None:
+        """See Backend."""
+        address = self._resolve(arg)
+        for row in range(part.rows):
+            C.memset(address + row * part.pitch, 0xFF, part.width)
+
+    def read(self, arg: Any, part: Rectangle) -> npt.NDArray[np.uint8]:
+        """See Backend."""
+        import numpy as np
+
+        return np.frombuffer(C.string_at(self._resolve(arg), part.span), np.uint8)
+
+    def device_memory(self) -> None:
+        """See Backend."""
+        return None
 
     def _bind(
         self, launches: Sequence[Mapping[str, Any]], kernels: Mapping[str, tuple[int, list[str]]]
@@ -168,10 +310,6 @@ class CpuBackend:
             )
         return self.weights.address + start
 
-    def address(self, arg: Any) -> int:
-        """The address a plan argument points at."""
-        return self._resolve(arg)
-
     def run(
         self, body: LaunchList | None, head: LaunchList | None, step: StepStruct, sampling: C.Array[Sampling] | None
     ) -> None:
@@ -194,9 +332,9 @@ class CpuBackend:
         """Where the head list leaves its rows of logits."""
         return self._resolve(head.plan[-1]["args"]["y"])
 
-    def run_one(self, launches: LaunchList, index: int, step: StepStruct) -> None:
-        """One launch of a list, for tracing."""
-        code = self._library.tp_run_one(self._engine, C.byref(launches.launches[index]), C.byref(step))
+    def run_one(self, launches: Any, index: int) -> None:
+        """See Backend."""
+        code = self._library.tp_run_one(self._engine, C.byref(launches.launches[index]), C.byref(self._one))
         if code:
             raise TapeoutError(f"launch {index} of {launches.name} failed: {_ERRORS.get(code, f'engine error {code}')}")
 

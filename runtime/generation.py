@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tapeout.runtime.errors import TapeoutError
-from tapeout.runtime.sequence import sampling_of
+from tapeout.runtime.sequence import SamplingOptions, sampling_of
 from tapeout.runtime.text import StopStrings, StreamDecoder
 
 if TYPE_CHECKING:
@@ -68,39 +69,34 @@ class _Run:
     """What a generation works with. It does not know its iterator, so that dropping that one ends the run at once."""
 
     def __init__(
-        self, model: Model, ids: list[int], max_tokens: int, options: Mapping[str, Any], stop: Sequence[str]
+        self, model: Model, ids: list[int], max_tokens: int, sampling: SamplingOptions, stop: Sequence[str]
     ) -> None:
-        self._model, self._ids, self._max_tokens, self._options = model, ids, max_tokens, options
+        self._model, self._ids, self._max_tokens, self._sampling = model, ids, max_tokens, sampling
         self._stop, self._decoder = StopStrings(stop), StreamDecoder(model.tokenizer)
         self.tokens: list[int] = []
         self.timings: dict[str, float] = {}
 
     def steps(self) -> Generator[Step, None, None]:
         """Prefill, then a token a step; the sequence is closed before the last one is handed out."""
-        model, sequence = self._model, self._model.pool.open()
+        model, sequence = self._model, self._model.pool.open(self._sampling)
         started = time.perf_counter()
         first = started
         try:
-            self._sample_at(len(self._ids))
             token = model.prefill(sequence, self._ids)
             first = time.perf_counter()
-            while not (step := self._step(token, sequence.length)).finish_reason:
-                yield step
-                self._sample_at(sequence.length + 1)
-                token = model.decode([sequence], [token])[0]
+            most = min(self._max_tokens - 1, model.max_context - len(self._ids))
+            with closing(model.stream([sequence], [token], most)) as following:
+                while not (step := self._step(token)).finish_reason:
+                    yield step
+                    token = next(following)[0]
         finally:
             model.pool.close(sequence)
             self._time(started, first, time.perf_counter())
         yield step
 
-    def _sample_at(self, position: int) -> None:
-        sampling = self._model.sampling[0]
-        for name, value in self._options.items():
-            setattr(sampling, name, value)
-        sampling.position = position
-
-    def _step(self, token: int, length: int) -> Step:
+    def _step(self, token: int) -> Step:
         """Take a token: decide whether it is the last, and which text is certain now."""
+        length = len(self._ids) + len(self.tokens)
         self.tokens.append(token)
         if token in self._model.eos_ids:
             return Step(token, self._stop.push(self._decoder.flush()) + self._stop.flush(), "eos")

@@ -265,12 +265,22 @@ class Verification:
         if not self._damaged:
             return
         _, file, number = min(self._damaged, key=lambda found: found[0])
-        start = number * file.chunk_bytes
-        stop = min(start + file.chunk_bytes, file.bytes)
-        raise TapeoutError(
-            f"{self._folder / file.path}: bytes {start} to {stop} differ from what was compiled (digest mismatch); "
-            f"the file is damaged, copy the artifact again or compile it again"
-        )
+        raise damage(self._folder, file, number)
+
+
+def damage(folder: Path, file: ArtifactFile, number: int) -> TapeoutError:
+    """The error for a chunk whose digest is wrong."""
+    start = number * file.chunk_bytes
+    stop = min(start + file.chunk_bytes, file.bytes)
+    return TapeoutError(
+        f"{folder / file.path}: bytes {start} to {stop} differ from what was compiled (digest mismatch); "
+        f"the file is damaged, copy the artifact again or compile it again"
+    )
+
+
+def is_gpu(architectures: Iterable[str]) -> bool:
+    """Whether an artifact's code is for NVIDIA GPUs, whose architectures are named sm_NN."""
+    return any(name.startswith("sm_") for name in architectures)
 
 
 def _chunk_matches(path: Path, file: ArtifactFile, number: int) -> bool:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from tapeout.runtime.cpu import CpuBackend, LaunchList, Sampling, StepStruct
+from tapeout.runtime.backend import Backend, DeviceMemory, LaunchList, Opened, largest, smallest_fitting
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.generation import Generation, Step
 from tapeout.runtime.host import host_targets, thread_count
-from tapeout.runtime.manifest import open_manifest
-from tapeout.runtime.sequence import KvSequence, PagePool, StepInput, largest
+from tapeout.runtime.manifest import is_gpu, open_manifest, parse_manifest
+from tapeout.runtime.sequence import KvSequence, PagePool
 from tapeout.runtime.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -39,14 +39,43 @@ class Traced:
     values: npt.NDArray[np.float32]
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None, target: str | None = None) -> Model:
-    """Open an artifact: check its files, map its weights, load its kernels. Raises TapeoutError in one sentence.
+def load(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    target: str | None = None,
+    device: int = 0,
+    graphs: bool = True,
+) -> Model:
+    """Open an artifact: check its files, map or upload its weights, load its kernels. Raises TapeoutError.
 
-    ``threads`` defaults to the CPUs this process may use; ``target`` picks one of the artifact's kernel targets
-    instead of the best that this CPU runs.
+    ``threads`` defaults to the CPUs this process may use; on a GPU they only load. ``target`` picks one of the
+    artifact's kernel targets instead of the best that this machine runs. ``device`` is the GPU's number among those
+    that the process sees. Without ``graphs`` a GPU runs launch by launch, waiting for each, so that errors name one.
     """
     started = time.perf_counter()
-    folder = Path(path)
+    folder, count = Path(path), thread_count(threads)
+    architectures = parse_manifest(folder).architectures
+    if is_gpu(architectures):
+        from tapeout.runtime.cuda import open_cuda
+
+        opened = open_cuda(folder, architectures, target, device=device, threads=count, graphs=graphs)
+    else:
+        opened = _open_cpu(folder, target, count)
+    try:
+        model = Model(folder, opened.plan, opened.backend, opened.tokenizer)
+        opened.finish()
+    except BaseException:
+        opened.backend.close()
+        raise
+    model.target, model.device, model.threads = opened.target, opened.device, opened.threads
+    model.load_s = time.perf_counter() - started
+    return model
+
+
+def _open_cpu(folder: Path, target: str | None, threads: int) -> Opened:
+    from tapeout.runtime.cpu import CpuBackend
+
     targets = host_targets()
     if target is not None:
         if target not in targets:
@@ -54,7 +83,6 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, target: st
                 f"this CPU does not run target {target}; it runs {', '.join(targets) or 'none that is known'}"
             )
         targets = [target]
-    count = thread_count(threads)
     manifest = open_manifest(folder, host_targets=targets)
     chosen = next((name for name in targets if name in manifest.architectures), None)
     if chosen is None:
@@ -65,28 +93,21 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None, target: st
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
         tokenizer = load_tokenizer(folder)
-        backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), count)
+        backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), threads)
     finally:
         verification.wait()
-    model = Model(folder, plan, backend, tokenizer)
-    try:
-        verification.finish()
-    except TapeoutError:
-        model.close()
-        raise
-    model.target, model.threads = chosen, count
-    model.load_s = time.perf_counter() - started
-    return model
+    return Opened(plan, tokenizer, backend, chosen, "CPU", threads, verification.finish)
 
 
 class Model:
     """A loaded artifact. Use it as a context manager; generations of one model must not overlap in threads."""
 
     target: str
+    device: str
     threads: int
     load_s: float = 0.0
 
-    def __init__(self, folder: Path, plan: dict[str, Any], backend: CpuBackend, tokenizer: Tokenizer) -> None:
+    def __init__(self, folder: Path, plan: dict[str, Any], backend: Backend, tokenizer: Tokenizer) -> None:
         self.folder, self.plan, self.tokenizer = folder, plan, tokenizer
         self.backend = backend
         memory = plan["memory"]
@@ -95,8 +116,6 @@ class Model:
         self.max_sequences: int = memory["max_sequences"]
         self.chunk = largest(backend.lists, "prefill")
         self.pool = PagePool(memory["kv"]["pages"], memory["kv"]["page_tokens"], self.max_context)
-        self.step = StepInput(max(self.chunk, self.max_sequences), self.max_sequences)
-        self.sampling = (Sampling * max(largest(backend.lists, "head"), 1))()
         self.eos_ids = frozenset(plan["generation"]["eos_token_ids"])
 
     def __enter__(self) -> Model:
@@ -113,13 +132,11 @@ class Model:
 
     def bucket(self, phase: str, rows: int) -> LaunchList:
         """The smallest launch list of a phase that holds ``rows`` rows. Raises TapeoutError when none does."""
-        fitting = [entry for entry in self.backend.lists if entry.phase == phase and entry.rows >= rows]
-        if not fitting:
-            most = largest(self.backend.lists, phase)
-            raise TapeoutError(
-                f"{rows} rows in one {phase} step are more than the {most} that the artifact was planned for"
-            )
-        return min(fitting, key=lambda entry: entry.rows)
+        return smallest_fitting(self.backend.lists, phase, rows)
+
+    def device_memory(self) -> DeviceMemory | None:
+        """Device memory held, in bytes; None for an artifact that runs on the CPU."""
+        return self.backend.device_memory()
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Refuse prompts that cannot be run. Raises TapeoutError."""
@@ -135,33 +152,69 @@ class Model:
             raise TapeoutError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
 
     def prefill(self, sequence: KvSequence, ids: Sequence[int]) -> int:
-        """Run a prompt in chunks and sample the token behind it, as ``self.sampling[0]`` says."""
-        head = self.bucket("head", 1)
+        """Run a prompt in chunks and choose the token behind it, as ``sequence.sampling`` says."""
+        ticket = 0
         for start in range(0, len(ids), self.chunk):
             piece = ids[start : start + self.chunk]
-            last = start + len(piece) == len(ids)
-            self.run_chunk(sequence, piece, [len(piece) - 1] if last else [], head if last else None)
-        return int(self.sampling[0].token)
+            ticket = self._append(sequence, piece, sample=start + len(piece) == len(ids))
+        return self.backend.sampled(ticket)[0]
 
-    def run_chunk(
-        self, sequence: KvSequence, ids: Sequence[int], out_rows: Sequence[int], head: LaunchList | None
-    ) -> None:
+    def _append(self, sequence: KvSequence, ids: Sequence[int], *, sample: bool = False) -> int:
         """Append tokens to a sequence in one step."""
         self.pool.grow(sequence, sequence.length + len(ids))
-        step = self.step.one_sequence(sequence, ids, out_rows)
-        self.backend.run(self.bucket("prefill", len(ids)), head, step, self.sampling if head else None)
+        ticket = self.backend.prefill(sequence, ids, sample)
         sequence.length += len(ids)
+        return ticket
 
     def decode(self, sequences: Sequence[KvSequence], tokens: Sequence[int]) -> list[int]:
-        """Append one token to each sequence and sample the next of each."""
+        """Append one token to each sequence and choose the next of each."""
+        for chosen in self.stream(sequences, tokens, 1):
+            return chosen
+        raise AssertionError("a stream of one step ends after it")
+
+    def stream(
+        self, sequences: Sequence[KvSequence], tokens: Sequence[int], steps: int
+    ) -> Generator[list[int], None, None]:
+        """``steps`` decode steps, each appending to every sequence the token that the step before chose for it.
+
+        Where the backend can, one step runs ahead of the tokens handed out, and counts in ``sequence.length`` until
+        the stream ends or is closed; its result is dropped then.
+        """
+        running: deque[int] = deque()
+        left = steps
+        try:
+            while left or running:
+                if left and not running:
+                    running.append(self._decode(sequences, tokens))
+                    left -= 1
+                if left and self._may_run_ahead(sequences):
+                    running.append(self._decode(sequences, None))
+                    left -= 1
+                tokens = self.backend.sampled(running[0])
+                running.popleft()
+                yield tokens
+        finally:
+            for ticket in running:
+                self.backend.drop(ticket)
+            for sequence in sequences:
+                sequence.length -= len(running)
+
+    def _decode(self, sequences: Sequence[KvSequence], tokens: Sequence[int] | None) -> int:
         for sequence in sequences:
             self.pool.grow(sequence, sequence.length + 1)
-        step = self.step.one_token_each(sequences, tokens)
-        rows = len(tokens)
-        self.backend.run(self.bucket("decode", rows), self.bucket("head", rows), step, self.sampling)
+        ticket = self.backend.decode(sequences, tokens)
         for sequence in sequences:
             sequence.length += 1
-        return [int(self.sampling[row].token) for row in range(rows)]
+        return ticket
+
+    def _may_run_ahead(self, sequences: Sequence[KvSequence]) -> bool:
+        """Whether a step is possible now; if pages are short, the step that needs them says so when it is due."""
+        missing = sum(sequence.length + 1 > sequence.pages * self.pool.page_tokens for sequence in sequences)
+        return (
+            self.backend.continues(sequences)
+            and missing <= self.pool.free
+            and all(sequence.length < self.max_context for sequence in sequences)
+        )
 
     def generate(
         self,
@@ -193,47 +246,44 @@ class Model:
         try:
             for start in range(0, len(ids), self.chunk):
                 piece = ids[start : start + self.chunk]
-                self.run_chunk(sequence, piece, [], None)
-                self._head_rows(len(piece), result[start : start + len(piece)])
+                self._append(sequence, piece)
+                for first, count in self._head_chunks(len(piece)):
+                    self.backend.logits(first, result[start + first : start + first + count])
         finally:
             self.pool.close(sequence)
         return result
 
-    def _head_rows(self, rows: int, out: npt.NDArray[np.float32]) -> None:
-        """Run the head over all rows of the step that just ran, as many at a time as its largest list holds."""
-        for start, count, head in self._head_chunks(rows):
-            self.backend.run(None, head, self.step.struct, None)
-            ctypes.memmove(out[start:].ctypes.data, self.backend.logits_address(head), count * self.vocab_size * 4)
-
-    def _head_chunks(self, rows: int) -> Iterator[tuple[int, int, LaunchList]]:
-        """Cut rows into what the largest head list holds; the step wants the rows of each chunk as it is handed out."""
+    def _head_chunks(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Cut rows into what the largest head list holds: (first, count)."""
         most = largest(self.backend.lists, "head")
-        for start in range(0, rows, most):
-            count = min(most, rows - start)
-            self.step.out_row[:count] = range(start, start + count)
-            self.step.struct.out_rows = count
-            yield start, count, self.bucket("head", count)
+        return ((first, min(most, rows - first)) for first in range(0, rows, most))
 
-    def trace(self, ids: Sequence[int]) -> Iterator[Traced]:
-        """Run ``ids`` launch by launch, outputs poisoned before each, and yield what every launch wrote."""
+    def trace(self, ids: Sequence[int], phase: str = "prefill") -> Iterator[Traced]:
+        """Run ``ids`` launch by launch, outputs poisoned before each, and yield what every launch wrote.
+
+        ``phase`` is ``prefill`` (chunks, and the head for all their rows) or ``decode`` (one token a step).
+        """
+        from tapeout.runtime.trace import trace_launches
+
         ids = [int(token) for token in ids]
         self.check_prompt(ids)
-        sequence = self.pool.open()
+        chunk = self.chunk if phase == "prefill" else 1
+        sequence, backend = self.pool.open(), self.backend
         try:
-            for start in range(0, len(ids), self.chunk):
-                piece = ids[start : start + self.chunk]
+            for start in range(0, len(ids), chunk):
+                piece = ids[start : start + chunk]
                 self.pool.grow(sequence, sequence.length + len(piece))
-                step = self.step.one_sequence(sequence, piece, [])
-                yield from self._trace_step(step, len(piece))
+                backend.stage(sequence, piece, phase)
+                body = self.bucket(phase, len(piece))
+                yield from trace_launches(backend, body, len(piece))
+                for first, count in self._head_chunks(len(piece)) if not _has_head(body) else ():
+                    backend.stage_head(first, count)
+                    yield from trace_launches(backend, self.bucket("head", count), count)
                 sequence.length += len(piece)
         finally:
             self.pool.close(sequence)
 
-    def _trace_step(self, step: StepStruct, rows: int) -> Iterator[Traced]:
-        from tapeout.runtime.trace import trace_launches
 
-        yield from trace_launches(self.backend, self.bucket("prefill", rows), step, rows)
-        for _, count, head in self._head_chunks(rows):
-            head_step = StepStruct.from_buffer_copy(step)
-            head_step.rows = count
-            yield from trace_launches(self.backend, head, head_step, count)
+def _has_head(body: LaunchList) -> bool:
+    """Whether a list goes on to the logits and the next token by itself, as decode lists of a GPU do."""
+    return body.phase == "decode" and body.plan[-1]["op"] == "sample"

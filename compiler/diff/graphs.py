@@ -10,7 +10,7 @@ from typing import Any
 from tapeout.compiler.diff.changes import Change, Pairs, grouped
 from tapeout.compiler.diff.values import leaves
 from tapeout.compiler.guards import is_list
-from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.plan_file import Plan, param_names
 from tapeout.compiler.views.text import wildcard
 from tapeout.compiler.views.weights import short
 
@@ -52,9 +52,9 @@ def _tables(old: Mapping[str, Plan], new: Mapping[str, Plan]) -> list[Change]:
     return changes + [Change("kernels", name, _signature(old[name]), _signature(new[name])) for name in changed]
 
 
-def _signature(kernel: Mapping[str, Any]) -> str:
+def _signature(kernel: Plan) -> str:
     extra = [f"{key} {value}" for key, value in kernel.items() if key not in ("name", "template", "params")]
-    return ", ".join([f"{kernel['template']}({', '.join(kernel['params'])})", *extra])
+    return ", ".join([f"{kernel['template']}({', '.join(param_names(kernel))})", *extra])
 
 
 def compare_graphs(before: Plan, after: Plan) -> list[Change]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,8 @@ from tapeout.compiler.recipes import (
     Rows,
 )
 from tapeout.runtime.errors import TapeoutError
+
+STRIP_VALUES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Evaluator:
 
     checkpoint: Checkpoint
     native: Native
+    _largest_of: dict[Recipe, float] = field(default_factory=dict[Recipe, float], init=False)
+    _largest_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def rows(self, recipe: Recipe, start: int, stop: int, errors: ErrorSums) -> Bytes:  # noqa: PLR0911 - one a recipe
         """Rows [start, stop) of a recipe as uint8 [stop - start, row_bytes] in its format.
@@ -133,20 +138,44 @@ class Evaluator:
         return (over / under).view(np.uint8)
 
     def _convert(self, recipe: Convert, start: int, stop: int, errors: ErrorSums) -> Bytes:
-        source = recipe.source
+        source, tiles = recipe.source, FORMATS[recipe.to].tiles
         if source.format == recipe.to:
             return self.rows(source, start, stop, errors)
-        k = recipe.shape[1] if len(recipe.shape) == 2 else 1
-        values = self.native.decode(source.format, self.rows(source, start, stop, errors), k)
+        if tiles and tiles[0]:
+            first, last = start - start % tiles[0], min(stop + -stop % tiles[0], recipe.shape[0])
+            if (first, last) != (start, stop):
+                return self._convert(recipe, first, last, errors)[start - first : stop - first]
+        values = self._values(source, start, stop, errors)
         if recipe.to == "f32":
             return values.view(np.uint8)
         try:
-            rows = self.native.encode(recipe.to, values)
+            if tiles and not tiles[0]:
+                rows = self.native.encode_fp8(values, self._largest(recipe))
+            else:
+                rows = self.native.encode(recipe.to, values)
         except ValueError as problem:
             raise TapeoutError(self._cannot_convert(recipe, start, values, str(problem))) from problem
         errors.lossy = True
         self.native.add_error(recipe.to, values, rows, errors.sums)
         return rows
+
+    def _values(self, source: Recipe, start: int, stop: int, errors: ErrorSums) -> Floats:
+        k = source.shape[1] if len(source.shape) == 2 else 1
+        return self.native.decode(source.format, self.rows(source, start, stop, errors), k)
+
+    def _largest(self, recipe: Convert) -> float:
+        """The largest magnitude of a whole matrix, which a scale a tensor needs: found once, by a pass of its own."""
+        with self._largest_lock:
+            found = self._largest_of.get(recipe)
+            if found is None:
+                found = 0.0
+                rows, k = recipe.shape
+                step = max(1, STRIP_VALUES // k)
+                for start in range(0, rows, step):
+                    values = self._values(recipe.source, start, min(start + step, rows), ErrorSums())
+                    found = max(found, self.native.largest(values))
+                self._largest_of[recipe] = found
+        return found
 
     def _cannot_convert(self, recipe: Convert, start: int, values: Floats, reason: str) -> str:
         """The sentence for values that do not fit, with the first row that does not."""

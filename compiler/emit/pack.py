@@ -1,4 +1,4 @@
-"""The tile16 layout in numpy, from the parts that a format's ``codes`` gives: the reference that pack.c must equal."""
+"""The layouts in numpy, from the parts that a format's ``codes`` gives: the reference that the C packers must equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes, Codes
-from tapeout.compiler.layouts import CODE_PLANES, TILE_ROWS
+from tapeout.compiler.layouts import CODE_PLANES, TILE_ROWS, Planes, plane_geometry
 
 STEP = 4
 LINE_K = 32
@@ -64,3 +64,46 @@ def _by_tile(field: Bytes, tiles: int) -> Bytes:
     """[N, supers, size] as [tiles, supers, 16 * size]."""
     _, supers, size = field.shape
     return field.reshape(tiles, TILE_ROWS, supers, size).transpose(0, 2, 1, 3).reshape(tiles, supers, -1)
+
+
+def pack_planes(format: str, rows: Bytes, k: int) -> Bytes:
+    """Rows [N, row_bytes] of ``k`` elements, a whole quantized matrix, as the bytes of layout ``planes``."""
+    known, planes = FORMATS[format], plane_geometry((rows.shape[0], k), format)
+    out = np.zeros(planes.nbytes, np.uint8)
+    if known.codes is None:
+        blocks = rows.reshape(rows.shape[0], -1, known.block_bytes)
+        _put(out, planes.codes[0].offset, planes.codes[0].row_bytes, blocks[..., 4:].reshape(rows.shape[0], k))
+        scales = blocks[:: planes.scales.tile_rows, :: planes.group // known.block, :4]
+        _put(out, planes.scales.offset, planes.scales.row_bytes, scales.reshape(planes.scales.rows, -1))
+        return out
+    parts = known.codes(rows)
+    codes = parts.codes ^ np.uint8(128) if parts.bits == 8 else parts.codes
+    # [row, 32 values of k, step, value]
+    steps = codes.reshape(rows.shape[0], -1, LINE_K // STEP, STEP)
+    for plane in planes.codes:
+        bits = (steps >> np.uint8(plane.low)) & np.uint8((1 << plane.bits) - 1)
+        words = np.zeros((*bits.shape[:2], plane.bits, STEP), np.uint8)
+        for turn in range(8 // plane.bits):
+            words |= bits[:, :, turn * plane.bits : (turn + 1) * plane.bits] << np.uint8(turn * plane.bits)
+        _put(out, plane.offset, plane.row_bytes, words.reshape(rows.shape[0], -1))
+    _put(out, planes.scales.offset, planes.scales.row_bytes, _scale_rows(parts, planes))
+    return out
+
+
+def _scale_rows(parts: Codes, planes: Planes) -> Bytes:
+    """The fields of a row of scales, one behind the other, for every row."""
+    upper = planes.d_type == "bf16"
+    d = parts.d.astype("<f4").view("<u4") >> np.uint32(16) if upper else parts.d.astype("<f2")
+    fields = [d.astype("<u2" if upper else "<f2").view(np.uint8)]
+    if parts.dmin is not None:
+        fields.append(parts.dmin.astype("<f2").view(np.uint8))
+    if parts.sub is not None:
+        fields.append(parts.sub.astype(np.int8).view(np.uint8))
+    fields += [each.astype(np.uint8) for each in (parts.submin, parts.zeros) if each is not None]
+    return np.concatenate(fields, axis=1)
+
+
+def _put(out: Bytes, offset: int, row_bytes: int, rows: Bytes) -> None:
+    """Rows into a plane of ``row_bytes`` a row."""
+    count, width = rows.shape
+    out[offset : offset + count * row_bytes].reshape(count, row_bytes)[:, :width] = rows

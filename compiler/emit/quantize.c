@@ -3,7 +3,7 @@
 //   int tp_encode(int format, const float *src, uint8_t *dst, int64_t rows, int64_t k);
 //   int tp_decode(int format, const uint8_t *src, float *dst, int64_t rows, int64_t k);
 //
-// `format` is the GGUF type id. Rows lie one after another without padding; both return 0, or:
+// `format` is the GGUF type id, or a number of formats that GGUF does not have (blocks.h). Rows lie one after another without padding; both return 0, or:
 //   1  the format is unknown, or is one that cannot be written
 //   2  k is not a whole number of blocks
 //   3  the input holds a NaN or an infinity
@@ -13,16 +13,21 @@
 // K-quants are encoded with one vector lane a sub-block, so that sums run along a lane and their order is the same
 // here and in numpy. Contraction to fused multiply-add would break that equality and is switched off.
 
-#include <stdint.h>
-#include <string.h>
+#include "blocks.h"
 
 #pragma STDC FP_CONTRACT OFF
 
 enum { OK = 0, UNSUPPORTED = 1, NOT_BLOCKS = 2, NOT_FINITE = 3, TOO_LARGE = 4 };
 enum {
-    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
-    Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30
+    Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14
 };
+
+int tp_encode_int4(const format *f, const float *src, uint8_t *dst);
+void tp_decode_int4(const format *f, const uint8_t *src, float *dst);
+int tp_encode_fp8(const float *src, uint8_t *dst, int64_t rows, int64_t k, float largest);
+int tp_encode_fp8_blocks(const float *src, uint8_t *dst, int64_t rows, int64_t k);
+float tp_largest(const float *src, int64_t stride, int64_t rows, int64_t width);
+void tp_decode_fp8(const uint8_t *src, float *dst, int64_t n);
 
 // The largest magnitude a K-quant takes: 65504 (float16) times 63 (a 6-bit scale).
 #define K_LIMIT 4126752.0f
@@ -657,30 +662,15 @@ static int encode_q6_k(const float *src, uint8_t *dst) {
 
 // ---- entry points -----------------------------------------------------------------------------------------------
 
-static int block_of(int format) {
-    switch (format) {
-    case F32: case F16: case BF16: return 1;
-    case Q4_0: case Q4_1: case Q5_0: case Q5_1: case Q8_0: return 32;
-    case Q2_K: case Q3_K: case Q4_K: case Q5_K: case Q6_K: return 256;
-    default: return 0;
-    }
+// Elements and bytes of a block; 0 for a format that is not known.
+static int block_of(int id) {
+    const format *f = tp_format(id);
+    return f ? f->super : is_float(id) ? 1 : is_e4m3(id) ? E4M3_BLOCK : 0;
 }
 
-static int block_bytes(int format) {
-    switch (format) {
-    case F32: return 4;
-    case F16: case BF16: return 2;
-    case Q4_0: return 18;
-    case Q4_1: return 20;
-    case Q5_0: return 22;
-    case Q5_1: return 24;
-    case Q8_0: return 34;
-    case Q2_K: return 84;
-    case Q3_K: return 110;
-    case Q4_K: return 144;
-    case Q5_K: return 176;
-    default: return 210;
-    }
+static int block_bytes(int id) {
+    const format *f = tp_format(id);
+    return f ? f->block_bytes : is_float(id) ? float_bytes(id) : E4M3_BLOCK_BYTES;
 }
 
 static int encode_block(int format, const float *x, uint8_t *dst) {
@@ -693,7 +683,7 @@ static int encode_block(int format, const float *x, uint8_t *dst) {
     case Q4_K: return encode_q45_k(x, dst, 4);
     case Q5_K: return encode_q45_k(x, dst, 5);
     case Q6_K: return encode_q6_k(x, dst);
-    default: return UNSUPPORTED;
+    default: return tp_format(format)->bf16 ? tp_encode_int4(tp_format(format), x, dst) : UNSUPPORTED;
     }
 }
 
@@ -708,6 +698,8 @@ int tp_encode(int format, const float *src, uint8_t *dst, int64_t rows, int64_t 
     }
     if (format == F16) return encode_f16(src, dst, n);
     if (format == BF16) return encode_bf16(src, dst, n);
+    if (format == FP8) return tp_encode_fp8(src, dst, rows, k, tp_largest(src, k, rows, k));
+    if (format == FP8_BLOCK128) return tp_encode_fp8_blocks(src, dst, rows, k);
     for (int64_t b = 0; b < n / block; b++) {
         int status = encode_block(format, src + b * block, dst + b * bytes);
         if (status) return status;
@@ -722,7 +714,9 @@ static void decode_block(int format, const uint8_t *src, float *dst) {
     case Q4_K: decode_q45_k(src, dst, 4); break;
     case Q5_K: decode_q45_k(src, dst, 5); break;
     case Q6_K: decode_q6_k(src, dst); break;
-    default: decode_legacy(format, src, dst);
+    default:
+        if (tp_format(format)->bf16) tp_decode_int4(tp_format(format), src, dst);
+        else decode_legacy(format, src, dst);
     }
 }
 
@@ -737,6 +731,8 @@ int tp_decode(int format, const uint8_t *src, float *dst, int64_t rows, int64_t 
         decode_f16(src, dst, n);
     } else if (format == BF16) {
         decode_bf16(src, dst, n);
+    } else if (is_e4m3(format)) {
+        tp_decode_fp8(src, dst, n);
     } else {
         for (int64_t b = 0; b < n / block; b++) decode_block(format, src + b * bytes, dst + b * block);
     }

@@ -14,16 +14,15 @@ import numpy as np
 from tapeout.compiler.cache import CachedWeight, WeightCache, weight_key
 from tapeout.compiler.checkpoints.base import Checkpoint
 from tapeout.compiler.emit.digests import CHUNK_BYTES, ChunkDigests
-from tapeout.compiler.emit.evaluate import ConversionError, ErrorSums, Evaluator, combine_errors
+from tapeout.compiler.emit.evaluate import STRIP_VALUES, ConversionError, ErrorSums, Evaluator, combine_errors
 from tapeout.compiler.emit.native import Native
 from tapeout.compiler.emit.workers import default_jobs, run_tasks
 from tapeout.compiler.formats.base import Bytes
-from tapeout.compiler.layouts import LAYOUTS, PAGE, packed_bytes
+from tapeout.compiler.layouts import LAYOUTS, PAGE, Part, packed_bytes
 from tapeout.compiler.recipes import Pack, Recipe
 from tapeout.runtime.errors import TapeoutError
 
 TASK_BYTES = 4 << 20
-STRIP_VALUES = 1 << 18
 
 Progress = Callable[[int, int], None]
 
@@ -52,6 +51,17 @@ class WeightEntry:
         """Bytes without padding."""
         return packed_bytes(self.recipe.shape, self.recipe.format, self.layout)
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and their length; a vector is a matrix of one column."""
+        shape = self.recipe.shape
+        return (shape[0], shape[1]) if len(shape) == 2 else (shape[0], 1)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of its layout."""
+        return LAYOUTS[self.layout].parts(*self.matrix, self.recipe.format)
+
 
 @dataclass(frozen=True)
 class EmissionReport:
@@ -68,16 +78,23 @@ class EmissionReport:
 
 
 @dataclass(frozen=True)
+class _Span:
+    """Bytes of the file: what is packed, then zeros."""
+
+    offset: int
+    nbytes: int
+    padding: int
+
+
+@dataclass(frozen=True)
 class _Piece:
-    """Rows of one weight, or bytes of a cached one, and where they go in the file."""
+    """Rows of one weight, or bytes of a cached one from ``cached`` on, and where they go: one span a part."""
 
     entry: WeightEntry
     start: int
     stop: int
-    offset: int
-    nbytes: int
-    padding: int
-    cached: tuple[int, int] | None = None
+    spans: tuple[_Span, ...]
+    cached: int | None = None
     errors: ErrorSums = field(default_factory=ErrorSums)
 
 
@@ -141,22 +158,32 @@ def emit_weights(
 
 def _pieces(entry: WeightEntry, data_start: int, cached: CachedWeight | None) -> Iterator[_Piece]:
     """Cut a weight in pieces of about TASK_BYTES; the last carries the padding."""
-    shape, layout = entry.recipe.shape, LAYOUTS[entry.layout]
     if cached is not None:
-        unit, units, tile_rows = 1, entry.packed_bytes, 1
-    elif len(shape) == 1:
-        unit, units, tile_rows = entry.packed_bytes, 1, shape[0]
-    else:
-        unit, tile_rows = layout.tile_bytes(shape[1], entry.recipe.format), layout.tile_rows
-        units = entry.packed_bytes // unit
-    step = max(1, TASK_BYTES // unit)
-    for first in range(0, units, step):
-        last = min(first + step, units)
-        padding = entry.nbytes - entry.packed_bytes if last == units else 0
-        rows = (first * tile_rows, min(last * tile_rows, shape[0]))
-        place = None if cached is None else (cached.offset + first, last - first)
-        offset = data_start + entry.offset + first * unit
-        yield _Piece(entry, *rows, offset, (last - first) * unit, padding, place)
+        return _byte_pieces(entry, data_start, cached)
+    return _row_pieces(entry, data_start)
+
+
+def _byte_pieces(entry: WeightEntry, data_start: int, cached: CachedWeight) -> Iterator[_Piece]:
+    for first in range(0, entry.packed_bytes, TASK_BYTES):
+        last = min(first + TASK_BYTES, entry.packed_bytes)
+        padding = entry.nbytes - last if last == entry.packed_bytes else 0
+        span = _Span(data_start + entry.offset + first, last - first, padding)
+        yield _Piece(entry, 0, 0, (span,), cached.offset + first)
+
+
+def _row_pieces(entry: WeightEntry, data_start: int) -> Iterator[_Piece]:
+    parts, rows = entry.parts, entry.matrix[0]
+    unit = LAYOUTS[entry.layout].unit(entry.recipe.format)
+    step = max(1, TASK_BYTES // sum(part.nbytes * unit // part.rows for part in parts)) * unit
+    ends = [*(part.offset for part in parts[1:]), entry.nbytes]
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        spans: list[_Span] = []
+        for part, end in zip(parts, ends, strict=True):
+            offset, nbytes = part.span(start, stop)
+            padding = end - offset - nbytes if stop == rows else 0
+            spans.append(_Span(data_start + entry.offset + offset, nbytes, padding))
+        yield _Piece(entry, start, stop, tuple(spans))
 
 
 class _Writer:
@@ -194,9 +221,17 @@ class _Writer:
 
     def piece(self, piece: _Piece) -> None:
         """Evaluate or copy one piece, write it, hash it."""
-        out = self._build(piece) if piece.cached is None else self._copy(piece, *piece.cached)
-        out[piece.nbytes :] = 0
-        self.write(piece.offset, out.data)
+        # An array a span: one that has to wait for an earlier chunk must not keep the others in memory.
+        outs = [np.empty(span.nbytes + span.padding, np.uint8) for span in piece.spans]
+        packed = [out[: span.nbytes] for out, span in zip(outs, piece.spans, strict=True)]
+        if piece.cached is None:
+            self._build(piece, packed)
+        else:
+            self._copy(piece.entry, packed[0], piece.cached)
+        for out, span in zip(outs, piece.spans, strict=True):
+            out[span.nbytes :] = 0
+            if out.size:
+                self.write(span.offset, out.data)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of the file and take them into the digests."""
@@ -209,36 +244,29 @@ class _Writer:
             if self.progress is not None:
                 self.progress(self.done, self.nbytes)
 
-    def _build(self, piece: _Piece) -> Bytes:
-        out = np.empty(piece.nbytes + piece.padding, np.uint8)
-        source, layout = piece.entry.source, piece.entry.layout
-        matrix = len(source.shape) == 2
-        k = source.shape[1] if matrix else 1
-        tile_rows = LAYOUTS[layout].tile_rows
+    def _build(self, piece: _Piece, outs: list[Bytes]) -> None:
+        entry, native = piece.entry, self.evaluator.native
+        source, k, parts = entry.source, entry.matrix[1], entry.parts
+        unit = LAYOUTS[entry.layout].unit(source.format)
         # Strips keep the float32 values of a conversion inside the second-level cache.
-        step = max(1, STRIP_VALUES // (k * tile_rows)) * tile_rows
-        at = 0
+        step = max(1, STRIP_VALUES // (k * unit)) * unit
+        at = [0] * len(parts)
         for start in range(piece.start, piece.stop, step):
             stop = min(start + step, piece.stop)
             rows = self.evaluator.rows(source, start, stop, piece.errors)
-            if layout == "tile16":
-                to = out[at : at + packed_bytes((stop - start, k), source.format, layout)]
-                self.evaluator.native.pack_tile16(source.format, rows, k, to)
-            else:
-                to = out[at : at + rows.size]
-                to[:] = rows.reshape(-1)
-            at += to.size
-        assert at == piece.nbytes, piece
-        return out
+            to: list[Bytes] = []
+            for index, part in enumerate(parts):
+                _, nbytes = part.span(start, stop)
+                to.append(outs[index][at[index] : at[index] + nbytes])
+                at[index] += nbytes
+            native.pack(entry.layout, source.format, rows, k, to)
+        assert at == [out.size for out in outs], piece
 
-    def _copy(self, piece: _Piece, offset: int, nbytes: int) -> Bytes:
-        out = np.empty(nbytes + piece.padding, np.uint8)
-        fd = self.sources[self.reused[piece.entry.name].file]
-        done = 0
-        while done < nbytes:
-            got = os.preadv(fd, [out.data[done:nbytes]], offset + done)
+    def _copy(self, entry: WeightEntry, out: Bytes, offset: int) -> None:
+        file = self.reused[entry.name].file
+        fd, done = self.sources[file], 0
+        while done < out.size:
+            got = os.preadv(fd, [out.data[done:]], offset + done)
             if got == 0:
-                file = self.reused[piece.entry.name].file
                 raise TapeoutError(f"{file}: was cut while its weights were being copied; compile again")
             done += got
-        return out

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from tapeout.compiler.formats.base import Codes, Format
 from tapeout.compiler.formats.floats import FLOATS
+from tapeout.compiler.formats.fp8 import FP8
+from tapeout.compiler.formats.int4 import INT4
 from tapeout.compiler.formats.kquants import K_QUANTS
 from tapeout.compiler.formats.legacy import LEGACY
 from tapeout.runtime.errors import TapeoutError
 
 __all__ = ["FORMATS", "Codes", "Format", "by_gguf_id", "by_safetensors"]
 
-FORMATS: dict[str, Format] = {**FLOATS, **LEGACY, **K_QUANTS}
+FORMATS: dict[str, Format] = {**FLOATS, **LEGACY, **K_QUANTS, **INT4, **FP8}
 
 
 def by_gguf_id(gguf_id: int) -> Format:

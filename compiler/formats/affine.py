@@ -20,6 +20,8 @@ def values(codes: Codes) -> Floats:
     if codes.zero:
         signed -= np.float32(codes.zero)
     out = signed.reshape(n, groups, codes.group)
+    if codes.zeros is not None:
+        out -= codes.zeros.astype(np.float32)[..., None]
     with np.errstate(
         invalid="ignore", over="ignore"
     ):  # a file may hold infinite scales; checks find them in the result
@@ -74,7 +76,7 @@ def check_finite(data: Floats) -> None:
         raise ValueError(f"the value at {where} is {data[tuple(where)]}; only finite values can be encoded")
 
 
-def _spread(d: F16, sub: npt.NDArray[np.int16] | None, groups: int) -> Floats:
+def _spread(d: F16 | Floats, sub: npt.NDArray[np.int16] | None, groups: int) -> Floats:
     """float32 scale of every group, [N, groups]."""
     scale = d.astype(np.float32)
     if sub is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,9 @@ class Codes:
 
     - ``codes``: uint8 [N, K], ``bits`` significant bits each;
     - ``zero``: what is subtracted from every code (8 for Q4_0, 128 for Q8_0, 0 for Q4_1 and Q4_K);
-    - ``d``: float16 [N, K/super]; ``sub``: int8/uint8 [N, K/group] or None (then super == group);
-      scale = float32(d) * float32(sub);
+    - ``d``: [N, K/super], float16, or float32 that holds bfloat16 values (``d_type``); ``sub``: int8/uint8
+      [N, K/group] or None (then super == group); scale = float32(d) * float32(sub);
+    - ``zeros``: uint8 [N, K/group] where every group has a zero of its own (``zero`` is 0 then);
     - ``dmin``, ``submin``: the same for the minimum, or None when the format has none.
       For Q4_1 and Q5_1 the file stores ``+m``; it is kept as ``dmin`` with ``negate_min`` True (value adds it).
     """
@@ -35,11 +37,13 @@ class Codes:
     super: int
     zero: int
     codes: npt.NDArray[np.uint8]
-    d: npt.NDArray[np.float16]
+    d: npt.NDArray[np.float16] | npt.NDArray[np.float32]
     sub: npt.NDArray[np.int16] | None = None
     dmin: npt.NDArray[np.float16] | None = None
     submin: npt.NDArray[np.int16] | None = None
     negate_min: bool = False
+    zeros: npt.NDArray[np.uint8] | None = None
+    d_type: Literal["f16", "bf16"] = "f16"
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ class Format:
     may be cut anywhere between rows and, along the last axis, only between blocks (``cut``).
     ``decode`` maps bytes [rows, row_bytes] to float32 [rows, K], bit for bit as the format's own library does.
     ``encode`` maps float32 [rows, K] to bytes [rows, row_bytes], or is None where we cannot write the format.
-    ``codes`` takes a quantized matrix apart for the kernels, or is None for plain floats.
+    ``codes`` takes a quantized matrix apart for the kernels, or is None for floats.
+    ``tiles`` says, for e4m3 numbers under float32 scales, how many rows and columns share a scale (0: all of them);
+    a block carries its scale with it, so rows decode on their own, but can only be encoded whole tiles at a time.
     """
 
     name: str
@@ -61,6 +67,8 @@ class Format:
     codes: Callable[[Bytes], Codes] | None = None
     gguf_id: int | None = None
     safetensors: str | None = None
+    own_number: int | None = None
+    tiles: tuple[int, int] | None = None
 
     def row_bytes(self, k: int) -> int:
         """Bytes of one row of ``k`` elements. Raises ValueError when ``k`` is not a whole number of blocks."""
@@ -69,6 +77,13 @@ class Format:
                 f"{self.name} stores blocks of {self.block} elements; a row of {k} is not a whole number of them"
             )
         return k // self.block * self.block_bytes
+
+    @property
+    def number(self) -> int:
+        """What the C code calls it: the GGUF type, or for formats that GGUF has not a number from 201 up."""
+        number = self.own_number if self.gguf_id is None else self.gguf_id
+        assert number is not None, self.name
+        return number
 
     @property
     def is_float(self) -> bool:

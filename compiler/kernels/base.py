@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tapeout.compiler.devices import Device
+from tapeout.compiler.devices import CpuDevice
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Cost:
     operations: int
     integer: bool
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: CpuDevice) -> float:
         """Predicted time on all threads of a device: the slower of memory and arithmetic."""
         rate = device.int8_gops_per_core if self.integer else device.f32_gflops_per_core
         return max(self.nbytes / (device.bandwidth_gb_s * 1e9), self.operations / (rate * 1e9 * device.threads))

@@ -87,6 +87,8 @@ class Topology(Section):
 
     device: Annotated[str, Field(min_length=1)] = "cpu"
     """Name of a device profile (specs/devices/NAME.yaml)."""
+    also: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Further GPU profiles that the artifact must run on too; kernels are ranked for ``device`` and fit all."""
     count: Annotated[int, Field(ge=1)] = 1
     """Number of devices."""
     memory: Size | None = None

@@ -18,6 +18,7 @@ Key = tuple[bool, int, str]  # (of the head list, launch index, op)
 EXACT = 1e-4  # computed in float32 from values that were seen
 F16 = 1e-2  # through the F16 cache: 11 bits of mantissa, in scores that are exponentiated; 2.7e-3 seen
 INT8 = 4e-2  # rounded to int8 in groups of 32, to 127th parts of the largest: 1.4e-2 at the worst position seen
+BF16 = 2e-2  # tensor cores read activations and dequantized weights as bf16: 8 bits of mantissa
 RECODED = 3.0  # times a converted weight's own relative error
 
 
@@ -71,6 +72,7 @@ class _Graph:
         self.launches: Sequence[Mapping[str, Any]] = graph["launches"]
         converted = {weight["name"]: weight["error"]["relative_rms"] for weight in plan["weights"] if "error" in weight}
         cache = F16 if plan["memory"]["kv"]["dtype"] == "f16" else EXACT
+        rounding = _Rounding(plan)
         self.bases: dict[int, Key] = {}
         self.tolerance: list[float] = []
         unseen: dict[int, float] = {}  # arena offsets written by launches whose values are not traced
@@ -81,12 +83,11 @@ class _Graph:
             reads = [_offset(value) for name, value in args.items() if name != written_to]
             allowed = max((unseen.get(place, EXACT) for place in reads if place is not None), default=EXACT)
             attends = any(is_list(value) and value[0] == "kv" for value in args.values())
-            if attends:
-                allowed = max(allowed, cache)
+            allowed = max(allowed, rounding.of(launch), cache if attends else EXACT)
             if output is None:
                 place = _offset(args.get("y"))
                 if place is not None:
-                    unseen[place] = INT8 if launch["kernel"].endswith("x8") else allowed
+                    unseen[place] = max(allowed, INT8 if launch["kernel"].endswith("x8") else EXACT)
                 self.tolerance.append(allowed)
                 continue
             place = _offset(args[output["arg"]])
@@ -94,7 +95,7 @@ class _Graph:
             if output["in_place"] and not attends and place in owner:  # a split attention is finished in place
                 self.bases[index] = owner[place]
             if output["kind"] != "f32":
-                allowed = INT8
+                allowed = max(allowed, INT8 if output["kind"] == "x8" else BF16)
             for made in launch["produces"][:1]:
                 owner[place] = (self.head, index, made["op"])
             unseen.pop(place, None)
@@ -104,6 +105,25 @@ class _Graph:
     def base(self, key: Key) -> Key | None:
         """What the launch of ``key`` added to."""
         return self.bases.get(key[1])
+
+
+class _Rounding:
+    """What GPU kernels round on the way to an output that is float32 itself."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        is_gpu = plan.get("target") == "cuda"
+        self._templates = {k["name"]: k["template"] for k in plan["kernels"]["table"]} if is_gpu else {}
+        self._weights = {weight["name"]: weight for weight in plan["weights"]}
+
+    def of(self, launch: Mapping[str, Any]) -> float:
+        """Activations of integer formats become int8 in `gemv`; those of tensor cores bf16, unless weights are f32."""
+        template = self._templates.get(launch["kernel"])
+        if template not in ("gemv", "linear"):
+            return EXACT
+        weight = self._weights[launch["args"]["w"][1]]
+        if template == "gemv":
+            return INT8 if weight["layout"] == "planes" else EXACT
+        return EXACT if weight["format"] == "f32" else BF16
 
 
 def _offset(value: Any) -> int | None:

@@ -9,12 +9,13 @@ from typing import Any
 from rich.console import Console
 
 from tapeout.compiler.views.launches import graph_tables
-from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.plan_file import Plan, param_names
 from tapeout.compiler.views.tables import console, heading, table
 from tapeout.compiler.views.text import size
 
 _BAR = 40
 _SHOWN = 4
+_TAKEN = ("registers", "shared", "blocks_per_sm")
 
 
 def print_summary(plan: Plan, out: Console | None = None) -> None:
@@ -111,13 +112,30 @@ def _format_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _kernel_table(plan: Plan) -> Any:
-    phases = sorted({graph["phase"] for graph in plan["graphs"]}, key=["prefill", "decode", "head"].index)
+    kernels = plan["kernels"]["table"]
+    if any("resources" in kernel for kernel in kernels):
+        return _cubin_table(plan)
+    phases = list(dict.fromkeys(graph["phase"] for graph in plan["graphs"]))
     uses: dict[str, Counter[str]] = {}
     for phase in phases:
         graph = next(graph for graph in plan["graphs"] if graph["phase"] == phase)
         uses[phase] = Counter(launch["kernel"] for launch in graph["launches"])
     rows = [
-        (kernel["name"], *(str(uses[phase][kernel["name"]] or "") for phase in phases), ", ".join(kernel["params"]))
-        for kernel in plan["kernels"]["table"]
+        (kernel["name"], *(str(uses[phase][kernel["name"]] or "") for phase in phases), ", ".join(param_names(kernel)))
+        for kernel in kernels
     ]
     return table(("kernel", *phases, "parameters"), rows, right=range(1, len(phases) + 1))
+
+
+def _cubin_table(plan: Plan) -> Any:
+    """GPU kernels: which lists launch each, and what it takes on each architecture."""
+    lists: dict[str, list[str]] = {}
+    for graph in plan["graphs"]:
+        for name in dict.fromkeys(launch["kernel"] for launch in graph["launches"]):
+            lists.setdefault(name, []).append(graph["name"])
+    rows = [
+        (kernel["name"], arch, *(f"{taken[key]:,}" for key in _TAKEN), ", ".join(lists[kernel["name"]]))
+        for kernel in plan["kernels"]["table"]
+        for arch, taken in kernel["resources"].items()
+    ]
+    return table(("kernel", "for", "registers", "shared", "blocks/SM", "launched by"), rows, right=(2, 3, 4))

@@ -69,7 +69,9 @@ def _line(launch: Launch) -> Line:
     shape = f"{numbers['n']}×{numbers['k']}" if "n" in numbers and "k" in numbers else ""
     shown = ("epilogue", "window") if shape else ("k", "window")
     rest = ", ".join(f"{name} {numbers[name]}" for name in shown if numbers.get(name))
-    return Line(launch["kernel"], wildcard(launch["op"]), ", ".join(part for part in (shape, rest) if part))
+    grid = "×".join(str(blocks) for blocks in launch.get("grid", ()))
+    parts = (shape, rest, f"grid {grid}" if grid else "")
+    return Line(launch["kernel"], wildcard(launch["op"]), ", ".join(part for part in parts if part))
 
 
 def graph_tables(plan: Plan) -> Iterator[tuple[str, Table]]:

@@ -35,3 +35,8 @@ def load_plan(path: Path) -> Plan:
     if missing:
         raise TapeoutError(f"{file}: not a plan: sections are missing: {', '.join(missing)}")
     return plan
+
+
+def param_names(kernel: Plan) -> list[str]:
+    """Names of a kernel's arguments; those of GPU kernels stand beside their types."""
+    return [param if isinstance(param, str) else param[0] for param in kernel["params"]]

@@ -19,6 +19,7 @@ from tapeout.compiler.cli import main
 from tapeout.compiler.devices import load_device
 from tapeout.compiler.driver import compile_spec, run_passes
 from tapeout.compiler.environment import Environment
+from tapeout.compiler.lowering.choice import KernelBuilder
 from tapeout.compiler.progress import SilentProgress, SilentTask
 from tapeout.compiler.spec import Model, Quantization, Serving, Spec
 from tapeout.compiler.spec.schema import Rule
@@ -124,9 +125,11 @@ def test_another_max_sequences_builds_no_weight(tmp_path: Path, capsys: pytest.C
 def test_another_max_sequences_runs_no_pass_about_weights(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(small_model.write_gguf(tmp_path / "model.gguf"))
     device, memo = load_device("cpu"), dict[str, object]()
-    first = run_passes(spec(checkpoint.path), device, checkpoint, memo, SilentProgress())
-    second = run_passes(spec(checkpoint.path, sequences=4), device, checkpoint, memo, SilentProgress())
-    same = run_passes(spec(checkpoint.path), device, checkpoint, memo, SilentProgress())
+    first = run_passes(spec(checkpoint.path), device, checkpoint, KernelBuilder(tmp_path), memo, SilentProgress())
+    second = run_passes(
+        spec(checkpoint.path, sequences=4), device, checkpoint, KernelBuilder(tmp_path), memo, SilentProgress()
+    )
+    same = run_passes(spec(checkpoint.path), device, checkpoint, KernelBuilder(tmp_path), memo, SilentProgress())
     assert first.reused == () and second.reused == ("ingest", "assign_formats", "fuse_weights")
     assert len(same.reused) == 6
 

@@ -26,7 +26,7 @@ from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weig
 from tapeout.compiler.emit.workers import run_tasks
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.layouts import packed_bytes, plan_offsets
+from tapeout.compiler.layouts import packed_bytes, plan_offsets, tile16_holds
 from tapeout.compiler.recipes import (
     AddOne,
     Columns,
@@ -41,7 +41,7 @@ from tapeout.compiler.recipes import (
 )
 from tapeout.runtime.errors import TapeoutError
 
-QUANTIZED = [name for name, known in FORMATS.items() if not known.is_float]
+TILED = [name for name in FORMATS if tile16_holds(name)]
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def random_bytes(rows: int, format: str, k: int, seed: int = 0) -> np.ndarray[An
     return np.random.default_rng(seed).integers(0, 256, (rows, FORMATS[format].row_bytes(k)), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TILED)
 @pytest.mark.parametrize("rows", [1, 16, 37])
 def test_packing_equals_both_references(native: Native, format: str, rows: int) -> None:
     k = 512 if FORMATS[format].block > 1 else 77
@@ -81,7 +81,7 @@ def test_offsets_leave_no_holes(sizes: list[int]) -> None:
     assert end % 64 == 0 and end <= sum(sizes) + 4096 * len(sizes)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", TILED)
 def test_not_finite_is_found_in_every_row(native: Native, format: str) -> None:
     k = 512
     clean = (
@@ -105,6 +105,26 @@ def test_not_finite_is_found_in_every_row(native: Native, format: str) -> None:
                 at = FORMATS[format].row_bytes(k) - FORMATS[format].block_bytes + witness._float16_fields(format)[-1]
                 bad[row, at : at + 2] = np.array([bits], "<u2").view(np.uint8)
             assert native.first_not_finite(format, bad) == row, hex(bits)
+
+
+@pytest.mark.parametrize(
+    ("format", "at", "bad"),
+    [
+        ("int4_g128", 0, b"\x80\x7f"),
+        ("int4_g128_zp", 0, b"\x81\xff"),
+        ("fp8", 0, b"\x00\x00\x80\x7f"),
+        ("fp8", 9, b"\x7f"),
+        ("fp8_block128", 35, b"\xff"),
+    ],
+)
+def test_not_finite_of_our_formats(native: Native, format: str, at: int, bad: bytes) -> None:
+    encode = FORMATS[format].encode
+    assert encode is not None
+    rows = encode(np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32))
+    assert native.first_not_finite(format, rows) is None
+    place = rows.shape[1] - FORMATS[format].block_bytes + at
+    rows[3, place : place + len(bad)] = np.frombuffer(bad, np.uint8)
+    assert native.first_not_finite(format, rows) == 3
 
 
 # ---- recipes -----------------------------------------------------------------------------------------------------

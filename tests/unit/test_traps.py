@@ -187,10 +187,10 @@ def test_nothing_is_written_outside_the_plan(artifact: Path, monkeypatch: pytest
             if entry.phase == "decode":
                 for sequence in sequences:
                     model.pool.grow(sequence, 1)
-                step = model.step.one_token_each(sequences, IDS[: entry.rows])
+                step = model.backend.step.one_token_each(sequences, IDS[: entry.rows])
             else:
                 model.pool.grow(sequences[0], entry.rows)
-                step = model.step.one_sequence(sequences[0], IDS[: entry.rows], range(min(entry.rows, 16)))
+                step = model.backend.step.one_sequence(sequences[0], IDS[: entry.rows], range(min(entry.rows, 16)))
             if entry.phase == "head":
                 arena[:] = 0
                 model.backend.run(None, entry, step, None)

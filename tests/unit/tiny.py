@@ -10,6 +10,7 @@ import small_model
 
 from tapeout.compiler.checkpoints import Checkpoint, TensorInfo
 from tapeout.compiler.devices import Device, load_device
+from tapeout.compiler.lowering.choice import KernelBuilder
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.spec import Model, Quantization, Serving, Topology
 from tapeout.passes import PIPELINE
@@ -42,6 +43,7 @@ def compile_tiny(
     serving: Serving | None = None,
     topology: Topology | None = None,
     device: Device | None = None,
+    builder: KernelBuilder | None = None,
 ) -> Results:
     """The pipeline over a tiny checkpoint."""
     return PIPELINE.run(
@@ -51,4 +53,5 @@ def compile_tiny(
         serving or Serving(),
         topology or Topology(),
         device or load_device("cpu"),
+        builder or KernelBuilder(Path("unused")),
     )

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs: Triton and CUDA C++ templates, compiled ahead of time to cubins."""

@@ -1,0 +1,254 @@
+"""Kernels for decode: matrix-vector products over every weight format, for 1, 2 or 4 rows of activations.
+
+The kernel is ``src/gemv.cu``. Here its geometry is fixed: rows and steps of a warp's stage, stages of its ring, and
+what of shared memory holds activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.kernels.cuda.base import Candidate, Define, GpuKernel, Param
+from tapeout.compiler.layouts import Planes, plane_geometry
+
+STORE, ADD, GATED_SILU, GATED_GELU = range(4)
+EPILOGUES = ("store", "add", "silu", "gelu")
+PARAMS = tuple(Param(name, "ptr", "fp32" if name != "w" else "u8") for name in ("x", "norm", "w", "bias", "y"))
+ELEMENTS = {"f16": (1, 2), "bf16": (2, 2), "f32": (3, 4), "e4m3": (4, 1)}
+"""Number in the source and bytes of a float element."""
+
+RING_TARGET = 100_000
+"""Shared bytes of a block: two kernels in a row then fit a multiprocessor, and the second fills its ring early."""
+RING_LEAST = 32_768
+STAGES = 8
+"""At most so many stages a ring: more do not put more bytes on their way."""
+
+
+class GpuDevice(Protocol):
+    """What of a device profile decides a kernel's shape."""
+
+    @property
+    def sm_count(self) -> int: ...
+    @property
+    def shared_per_block(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a block works: ``rows`` output rows an item of a warp, ``steps`` units a lane and stage, ``warps`` a block.
+
+    ``blocks`` a multiprocessor share ``ring`` bytes of shared memory.
+    """
+
+    rows: int
+    steps: int
+    warps: int
+    blocks: int = 1
+    ring: int = RING_TARGET
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One matrix-vector product; as the arguments of ``candidates``."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    ldx: int
+    ldy: int
+    epilogue: int
+    norm: bool
+    eps: float
+    bias: bool
+    terms: int
+
+    @property
+    def gated(self) -> bool:
+        """Whether the weight has gate rows and then as many up rows."""
+        return self.epilogue >= GATED_SILU
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight."""
+        return self.n * (2 if self.gated else 1)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as the kernel reads it: bytes of a lane's unit by plane, and the scale arrays of a row."""
+
+    unit: int
+    plane_units: tuple[int, ...]
+    arrays: tuple[tuple[int, float], ...]
+    """First byte in a row of scales and bytes for each k."""
+    nbytes: int
+    defines: tuple[tuple[str, Define], ...]
+
+
+def candidates(
+    format: str,
+    n: int,
+    k: int,
+    m: int,
+    *,
+    ldx: int,
+    ldy: int,
+    epilogue: int,
+    norm: bool,
+    eps: float,
+    bias: bool,
+    terms: int,
+    device: GpuDevice,
+    tiles: Sequence[Tile] | None = None,
+) -> list[Candidate]:
+    """Kernels for ``y[m, n] = epilogue(norm(x)[m, k] @ w[n, k].T + bias)``, the likely best first.
+
+    ``epilogue``: 0 store, 1 add into y, 2 gated SiLU, 3 gated GELU (tanh). ``terms``: int8 terms of an activation, for
+    formats of integer codes. ``tiles`` overrides the shapes of blocks.
+    """
+    problem = Problem(format, n, k, m, ldx, ldy, epilogue, norm, eps, bias, terms)
+    weight = _weight(problem)
+    chosen = tiles or _tiles(problem, weight, device)
+    made = [_candidate(problem, weight, tile, device) for tile in chosen]
+    return [candidate for candidate in made if candidate is not None]
+
+
+def _weight(problem: Problem) -> Weight:
+    shape = (problem.weight_rows, problem.k)
+    if FORMATS[problem.format].is_float:
+        code, width = ELEMENTS[problem.format]
+        row = problem.k * width
+        defines = _float_defines(code) | {"PLANE0": 0, "PLANE0_ROW": row, "SCALE_ROW": 16, "SCALE_ROWS": 1, "SCALES": 0}
+        return Weight(16 // width, (16,), (), shape[0] * row, tuple(defines.items()))
+    planes = plane_geometry(shape, problem.format)
+    defines: dict[str, Define] = {}
+    for i, plane in enumerate(planes.codes):
+        defines |= {f"PLANE{i}": plane.offset, f"PLANE{i}_ROW": plane.row_bytes}
+    scales = planes.scales
+    defines |= {"SCALES": scales.offset, "SCALE_ROW": scales.row_bytes, "SCALE_ROWS": scales.tile_rows}
+    if planes.element == "e4m3":
+        whole = scales.rows == 1 and scales.tile_rows == shape[0] and planes.group == problem.k
+        defines |= _float_defines(ELEMENTS["e4m3"][0]) | {"TENSOR_SCALE": int(whole)}
+        arrays = () if whole else ((0, 4 / planes.group),)
+        return Weight(16, (16,), arrays, planes.nbytes, tuple(defines.items()))
+    unit = 16 if planes.bits == 8 else 32
+    defines |= _integer_defines(planes)
+    return Weight(unit, tuple(p.bits * unit // 8 for p in planes.codes), _arrays(planes), planes.nbytes, tuple(defines.items()))
+
+
+def _float_defines(code: int) -> dict[str, Define]:
+    return {"ELEMENT": code, "TENSOR_SCALE": 0}
+
+
+def _integer_defines(planes: Planes) -> dict[str, Define]:
+    scales = planes.scales
+    return {
+        "ELEMENT": 0,
+        "BITS": planes.bits,
+        "GROUP": planes.group,
+        "SUPER": planes.super,
+        "ZERO": planes.zero,
+        "HAS_MIN": int(planes.has_min),
+        "MIN_SIGN": planes.minimum_sign,
+        "HAS_SUB": int(scales.sub is not None),
+        "HAS_ZEROS": int(scales.zeros is not None),
+        "SCALE_BF16": int(planes.d_type == "bf16"),
+    }
+
+
+def _arrays(planes: Planes) -> tuple[tuple[int, float], ...]:
+    scales = planes.scales
+    fields = ((scales.d, 2 / planes.super), (scales.dmin, 2 / planes.super), (scales.sub, 1 / planes.group))
+    fields += ((scales.submin, 1 / planes.group), (scales.zeros, 1 / planes.group))
+    return tuple((at, per_k) for at, per_k in fields if at is not None)
+
+
+def _window(at: int, piece: int, chunks: int) -> int:
+    """Bytes, in whole 16, that hold the piece of any chunk."""
+    starts = ((at + chunk * piece) % 16 for chunk in range(chunks))
+    return -(-(max(starts) + piece) // 16) * 16
+
+
+def _tiles(problem: Problem, weight: Weight, device: GpuDevice) -> list[Tile]:
+    """Few rows an item while there are fewer items than warps: then all warps have bytes on their way."""
+    warps = 8
+    most = 2 if problem.gated or problem.m == 4 else 4
+    fair = max(1, problem.n // (device.sm_count * warps))
+    rows = min(most, 1 << (fair.bit_length() - 1))
+    stage = weight.unit * 32
+    steps = 2 if stage * 2 <= problem.k and rows * weight.plane_units[0] * 32 < 2048 else 1
+    other = max(1, rows // 2) if rows > 1 else 2
+    return [Tile(rows, steps, warps), Tile(other, steps, warps)]
+
+
+def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) -> Candidate | None:
+    """The kernel of one tile, or None where its ring does not fit."""
+    item_rows = tile.rows * (2 if problem.gated else 1)
+    stage_k = weight.unit * 32 * tile.steps
+    chunks = -(-problem.k // stage_k)
+    pieces = [int(per_k * stage_k) for _, per_k in weight.arrays]
+    windows = [_window(at, piece, chunks) for (at, _), piece in zip(weight.arrays, pieces, strict=True)]
+    stage = item_rows * (sum(weight.plane_units) * 32 * tile.steps + sum(windows))
+    is_float = dict(weight.defines)["ELEMENT"] != 0
+    x_bytes = _x_bytes(problem, weight, is_float)
+    sums = 4 * problem.m * tile.warps
+    staged = not is_float or x_bytes + RING_LEAST + sums <= device.shared_per_block
+    if not staged:
+        x_bytes = 0
+    room = min(device.shared_per_block, max(tile.ring // tile.blocks, x_bytes + RING_LEAST)) - x_bytes - sums
+    items = -(-problem.n // tile.rows)
+    grid = min(device.sm_count * tile.blocks, items)
+    longest = -(-items // (grid * tile.warps)) * chunks
+    stages = min(STAGES, room // (tile.warps * stage), max(2, longest))
+    if stages < 2 or item_rows * problem.m > 32:
+        return None
+    arrays = weight.arrays or ((0, 0.0),)
+    defines: dict[str, Define] = {
+        "PLANE1": 0,
+        "PLANE1_ROW": 0,
+        **dict(weight.defines),
+        **{"N": problem.n, "K": problem.k, "M": problem.m, "LDX": problem.ldx, "LDY": problem.ldy},
+        **{"EPILOGUE": problem.epilogue, "NORM": int(problem.norm), "EPS": float(problem.eps)},
+        **{"BIAS": int(problem.bias), "TERMS": 1 if is_float else problem.terms},
+        **{"UNIT": weight.unit, "PLANE0_UNIT": weight.plane_units[0], "PLANE1_UNIT": sum(weight.plane_units[1:])},
+        **{"ROWS": tile.rows, "STEPS": tile.steps, "STAGES": stages, "STAGE_BYTES": stage, "THREADS": 32 * tile.warps},
+        **{"GRID": grid, "X_BYTES": x_bytes, "X_STAGED": int(staged), "SCALE_ARRAYS": len(weight.arrays)},
+        "SCALE_OFFSETS": ",".join(str(at) for at, _ in arrays),
+        "SCALE_PIECES": ",".join(map(str, pieces)) or "0",
+        "SCALE_WINDOWS": ",".join(map(str, windows)) or "0",
+    }
+    kernel = GpuKernel(
+        name=_name(problem, tile, stages),
+        template="gemv",
+        language="cuda",
+        source="gemv.cu",
+        params=PARAMS,
+        defines=tuple(sorted(defines.items())),
+        threads=32 * tile.warps,
+        shared=tile.warps * stages * stage + x_bytes + sums,
+    )
+    activations = 4 * problem.m * (problem.k + problem.n * (2 if problem.epilogue == ADD else 1))
+    operations = 2 * problem.m * problem.weight_rows * problem.k * (1 if is_float else problem.terms)
+    return Candidate(kernel, (grid, 1, 1), weight.nbytes + activations, operations, "f32" if is_float else "int8")
+
+
+def _x_bytes(problem: Problem, weight: Weight, is_float: bool) -> int:
+    """Shared bytes of the activations: float32, or int8 with a scale and a sum for each 32."""
+    span = -(-problem.k // (32 * weight.unit)) * 32 * weight.unit
+    if is_float:
+        return 4 * problem.m * span
+    return -(-problem.m * problem.terms * (span + problem.k // 32 * 8) // 16) * 16
+
+
+def _name(problem: Problem, tile: Tile, stages: int) -> str:
+    parts = [f"gemv_{problem.format}_n{problem.n}_k{problem.k}_m{problem.m}_{EPILOGUES[problem.epilogue]}"]
+    parts += ["norm"] * problem.norm + ["bias"] * problem.bias
+    if problem.terms > 1:
+        parts.append(f"t{problem.terms}")
+    if (problem.ldx, problem.ldy) != (problem.k, problem.n):
+        parts.append(f"x{problem.ldx}_y{problem.ldy}")
+    return "_".join([*parts, f"r{tile.rows}s{tile.steps}w{tile.warps}b{tile.blocks}d{stages}"])

@@ -1,0 +1,1 @@
+"""Lowering: how the ops of a fused program become launches, one file a backend."""

@@ -1,0 +1,99 @@
+"""What every lowering needs: where values lie, and which neighbours of an op its launch may absorb."""
+
+from __future__ import annotations
+
+from tapeout.compiler.ir import Op
+from tapeout.compiler.layouts import packed_bytes
+from tapeout.compiler.recipes import Pack
+from tapeout.compiler.stages import Buffer, Decision, FusedModel, PackedWeight, Span
+
+HIDDEN = "hidden"
+
+
+class Lowering:
+    """Walks the program once. ``place`` says where each value lies; absorbed values get no launch of their own."""
+
+    def __init__(self, fused: FusedModel) -> None:
+        self.graph, self.fused = fused.graph, fused
+        self.recipes = dict(fused.recipes)
+        self.consumers = fused.graph.consumers()
+        self.producer = {name: op for op in fused.graph.ops for name, _ in op.outputs}
+        self.place: dict[str, Span] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.done: set[str] = set()
+        self.decisions: list[Decision] = []
+
+    def lower(self, op: Op) -> None:
+        """Lower one op unless a launch before it did."""
+        if op.name not in self.done:
+            getattr(self, f"_{op.kind}")(op)
+
+    def packed(self, layouts: dict[str, str]) -> tuple[PackedWeight, ...]:
+        """Every weight in its layout; large ones first, so that all padding to pages lies before the vectors."""
+        weights: list[PackedWeight] = []
+        for name, recipe in self.recipes.items():
+            layout = layouts.get(name, "raw")
+            nbytes = packed_bytes(recipe.shape, recipe.format, layout)
+            weights.append(PackedWeight(name, Pack(recipe, layout), self.graph.slots[name].axes, layout, nbytes))
+        return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
+
+    def f32_buffer(self, name: str, columns: int, *, pinned: bool = False) -> Span:
+        """A float32 buffer, made if it is new."""
+        self.buffers.setdefault(name, Buffer(name, 4 * columns, "f32", columns, pinned))
+        return Span(name)
+
+    def stride(self, span: Span) -> int:
+        """Columns of the buffer that a span lies in."""
+        return self.buffers[span.buffer].columns
+
+    def format(self, weight: str) -> str:
+        """Number format of a weight."""
+        return self.recipes[weight].format
+
+    def width(self, value: str) -> int:
+        """Columns of a value."""
+        return dict(self.producer[value].outputs)[value]
+
+    def store_place(self, op: Op) -> Span:
+        """A fuse group shares one buffer, whether or not it is one matrix; each part has its declared columns."""
+        if not op.fuse:
+            return self.f32_buffer(op.name, op.width)
+        group = [part for part in self.fused.quantized.logical.graph.ops if part.fuse == op.fuse]
+        column = 0
+        for part in group:
+            if part.name == op.outputs[0][0]:
+                break
+            column += part.width
+        return Span(self.f32_buffer(op.fuse, sum(part.width for part in group)).buffer, column)
+
+    def gate_of(self, op: Op) -> Op | None:
+        """The gated op that may ride on this product: gate and up are one matrix without a bias, gate first."""
+        if len(op.parts) != 2 or len(op.weights) > 1 or op.parts[0][1] != op.parts[1][1]:
+            return None
+        readers = [self.consumers[name] for name, _ in op.parts]
+        if any(len(reader) != 1 or reader[0].kind != "gated" for reader in readers):
+            return None
+        gate = readers[0][0]
+        if gate is not readers[1][0]:
+            return None
+        return gate if gate.inputs == (op.parts[0][0], op.parts[1][0]) else None
+
+    def residual_of(self, op: Op) -> Op | None:
+        """The add into the residual stream that may ride on this product."""
+        readers = self.consumers.get(op.name, [])
+        if op.parts or len(readers) != 1 or readers[0].kind != "add":
+            return None
+        other = next((name for name in readers[0].inputs if name != op.name), None)
+        return readers[0] if other is not None and self.streams(other, readers[0]) else None
+
+    def streams(self, value: str, add: Op) -> bool:
+        """Whether a value lies in the residual stream and nobody needs it after ``add``."""
+        return self.place.get(value) == Span(HIDDEN) and self.consumers[value][-1] is add
+
+    def leads_to_attention(self, op: Op) -> bool:
+        """Whether attention weighs what the op writes: as queries or keys, rotated or not."""
+        readers = [reader for name, _ in op.outputs for reader in self.consumers.get(name, [])]
+        through = [
+            last for reader in readers for last in self.consumers.get(reader.name, []) if reader.kind == "rmsnorm"
+        ]
+        return any(reader.kind in ("rope", "attention") for reader in (*readers, *through))

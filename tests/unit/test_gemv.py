@@ -1,0 +1,64 @@
+"""Matrix-vector kernels for decode, run by the host emulation and compared with float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda_host import cuda_host
+from gemv_cases import EPS, Case, arrays_of, error
+
+from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.kernels.cuda import gemv
+from tapeout.compiler.kernels.cuda.base import Candidate
+
+pytestmark = pytest.mark.skipif(not cuda_host.supported(), reason="the emulation needs AVX2, FMA and F16C")
+
+# few multiprocessors, so that warps go around their rings several times
+DEVICE = SimpleNamespace(sm_count=2, shared_per_block=101_376)
+
+CASES = [
+    *(Case(name, 20, 768, m=1 + i % 2) for i, name in enumerate(sorted(FORMATS))),
+    *(Case(name, 37, 2816, norm=True, tile=(2, 2, 4)) for name in ("q4_0", "q8_0", "q6_k", "q4_k", "bf16", "fp8_block128")),
+    Case("q4_0", 40, 576, m=4, epilogue=1, norm=True, bias=True, pad=4),
+    Case("q4_0", 21, 640, terms=1, epilogue=2, norm=True),
+    Case("q5_k", 12, 512, m=2, epilogue=3, bias=True, pad=12, tile=(2, 1, 4)),
+    Case("bf16", 33, 1016, m=2, epilogue=2, norm=True, bias=True),
+    Case("f16", 5, 8, epilogue=1),
+    Case("f32", 7, 4104, m=4, norm=True),
+    Case("bf16", 6, 14336, m=4, norm=True, tile=(2, 1, 4)),
+    Case("q3_k", 3, 256, m=4, terms=1, tile=(1, 1, 2)),
+    Case("fp8", 130, 1536, m=2, epilogue=3),
+    Case("int4_g128_zp", 18, 1536, m=4, epilogue=2, norm=True),
+]
+
+
+def _candidates(case: Case, device: SimpleNamespace = DEVICE) -> list[Candidate]:
+    return gemv.candidates(
+        case.format,
+        case.n,
+        case.k,
+        case.m,
+        ldx=case.k + case.pad,
+        ldy=case.n + case.pad,
+        epilogue=case.epilogue,
+        norm=case.norm,
+        eps=EPS,
+        bias=case.bias,
+        terms=case.terms,
+        device=device,
+        tiles=[gemv.Tile(*case.tile)] if case.tile else None,
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.format}-n{c.n}-k{c.k}-m{c.m}-e{c.epilogue}")
+def test_products_against_float64(case: Case) -> None:
+    candidate = _candidates(case)[0]
+    arrays = arrays_of(case)
+    reference = arrays.pop("reference")
+    outside = arrays["y"][:, case.n :].copy()
+    given = {name: array for name, array in arrays.items() if getattr(case, name, True)}
+    cuda_host.run(candidate.kernel, candidate.grid, {**dict.fromkeys(arrays), **given})
+    assert error(case, arrays["y"], reference) < case.tolerance
+    assert np.array_equal(arrays["y"][:, case.n :], outside, equal_nan=True), "columns outside were written"

@@ -1,0 +1,155 @@
+"""How a tiny model becomes GPU launches: buckets, what is absorbed, choices, safety of capture. No GPU, no compiler."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import compile_tiny
+
+from tapeout.compiler.capture import check_capture
+from tapeout.compiler.devices import CudaDevice, load_device
+from tapeout.compiler.kernels.cuda.base import Cubin, GpuKernel, Resources
+from tapeout.compiler.kernels.cuda.toolchain import Rejected
+from tapeout.compiler.lowering.choice import KernelBuilder
+from tapeout.compiler.pipeline import Results
+from tapeout.compiler.spec import Quantization, Rule, Serving, Topology
+from tapeout.compiler.stages import GraphPlan, Launch, MemoryPlan, SelectedModel
+from tapeout.runtime import TapeoutError
+
+
+class FakeBuilder(KernelBuilder):
+    """Compiles nothing: every kernel fits, but for those whose names hold one of the given words."""
+
+    def __init__(self, *rejected: str) -> None:
+        super().__init__(Path("unused"))
+        self.rejected = rejected
+        self.asked: dict[str, set[str]] = {}
+
+    def build(self, kernels: Sequence[GpuKernel], device: CudaDevice) -> Mapping[str, Cubin | Rejected]:
+        self.asked.setdefault(device.arch, set()).update(kernel.name for kernel in kernels)
+        return {kernel.name: self._result(kernel) for kernel in kernels}
+
+    def _result(self, kernel: GpuKernel) -> Cubin | Rejected:
+        if any(word in kernel.name for word in self.rejected):
+            return Rejected("spills 64 bytes a thread")
+        return Cubin(b"", Resources(kernel.name, 32, kernel.shared, 0, 0, 4, kernel.shared))
+
+
+def lower(builder: FakeBuilder | None = None, **options: Any) -> Results:
+    """The pipeline for an H200 over the tiny checkpoint."""
+    options.setdefault("serving", Serving(max_sequences=16, prefill_chunk=256))
+    return compile_tiny(device=load_device("h200"), builder=builder or FakeBuilder(), **options)
+
+
+def launches(results: Results, name: str) -> tuple[Launch, ...]:
+    """The launches of one list."""
+    programs = {program.name: program for program in results.get(SelectedModel).programs}
+    return programs[name].launches
+
+
+def templates(results: Results, name: str) -> list[str]:
+    """The kernel templates that a list launches, in order."""
+    known = dict(results.get(GraphPlan).templates)
+    return [known[launch.kernel] for launch in launches(results, name)]
+
+
+def test_there_is_a_list_for_every_bucket() -> None:
+    names = [entry.name for entry in lower().get(GraphPlan).lists]
+    decode = [f"decode.{rows}" for rows in (1, 2, 4, 8, 16)]
+    assert names == ["prefill.32", "prefill.64", "prefill.256", *decode, "head.1", "head.16", "sample.1"]
+
+
+def test_a_decode_step_of_few_rows_is_five_kernels_a_layer() -> None:
+    layer = ["gemv", "attention_decode", "gemv", "gemv", "gemv"]
+    assert templates(lower(), "decode.1") == ["embed", *layer, *layer, "gemv", "sample"]
+
+
+def test_larger_steps_feed_tensor_cores() -> None:
+    results = lower()
+    layer = ["rmsnorm", "linear", "attention_decode", "linear", "rmsnorm", "linear", "linear"]
+    assert templates(results, "decode.16") == ["embed", *layer, *layer, "rmsnorm", "linear", "sample"]
+    layer[2:3] = ["rope_kv", "attention_prefill"]
+    assert templates(results, "prefill.256") == ["embed", *layer, *layer]
+    assert templates(results, "head.16") == ["gather", "rmsnorm", "linear"]
+
+
+def test_a_norm_rides_on_the_product_that_reads_it() -> None:
+    first = launches(lower(), "decode.1")[1]
+    assert "model.layers.0.input_layernorm" in str(dict(first.args)["norm"])
+    assert first.reads == ("hidden",)
+
+
+def test_a_kernel_that_spills_gives_way_with_the_reason() -> None:
+    results = lower(FakeBuilder("_s4_", "_d4"))
+    chosen = [launch.kernel for program in results.get(SelectedModel).programs for launch in program.launches]
+    assert not any("_s4_" in name for name in chosen)
+    reasons = {why for decision in results.get(SelectedModel).decisions for _, why in decision.alternatives}
+    assert "spills 64 bytes a thread" in reasons
+
+
+def test_nothing_that_fits_is_an_error_with_every_reason() -> None:
+    match = r"model\.embed_tokens: no kernel for prefill\.32 fits h200: embed_bf16_\w+ spills 64 bytes a thread"
+    with pytest.raises(TapeoutError, match=match):
+        lower(FakeBuilder("embed"))
+
+
+def test_every_device_of_an_artifact_gets_its_cubins() -> None:
+    builder = FakeBuilder()
+    results = lower(builder, topology=Topology(device="h200", also=("rtx-pro-6000", "rtx-5090")))
+    assert builder.asked.keys() == {"sm_90", "sm_120"}
+    kernels: Any = results.get(SelectedModel).kernels
+    assert all([arch for arch, _ in kernel.resources] == ["sm_90", "sm_120"] for kernel in kernels)
+
+
+def test_a_cpu_shares_no_artifact_with_a_gpu() -> None:
+    with pytest.raises(TapeoutError, match=r"topology\.also names cpu, but only GPUs share an artifact"):
+        lower(topology=Topology(device="h200", also=("cpu",)))
+
+
+def test_quantized_matrices_lie_in_planes_and_floats_as_they_are() -> None:
+    rules = (Rule(match="*.down_proj", format="q4_0"),)
+    weights = lower(quantization=Quantization(rules=rules)).get(SelectedModel).weights
+    layouts = {weight.name: weight.layout for weight in weights}
+    assert layouts["model.layers.0.mlp.down_proj"] == "planes"
+    assert layouts["model.layers.0.mlp.gate_up_proj"] == layouts["model.norm"] == "raw"
+
+
+def test_weights_start_where_planes_may() -> None:
+    places = lower(quantization=Quantization(default="q8_0")).get(MemoryPlan).places
+    assert all(place.offset % 256 == 0 for place in places)
+
+
+def test_a_cache_in_float32_is_refused() -> None:
+    with pytest.raises(TapeoutError, match=r"serving\.kv_dtype is f32, but the GPU kernels cache f16; set it to f16"):
+        lower(serving=Serving(kv_dtype="f32"))
+
+
+def test_the_step_holds_every_bucket() -> None:
+    step = lower().get(SelectedModel).step
+    assert step is not None
+    places = step.places()
+    assert places["tokens"][1] == 4 * 256 and places["sampled"][1] == 4 * 16
+    assert places["page_table"][1] == 4 * 16 * 8
+    ends = sorted((offset, offset + size) for offset, size in places.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_a_list_is_safe_to_capture_or_the_compile_fails() -> None:
+    graph = lower().get(GraphPlan)
+    known = dict(graph.templates)
+    entry = next(entry for entry in graph.lists if entry.name == "decode.16")
+    check_capture(entry.name, entry.launches, known)
+    norm: dict[str, Any] = dict(entry.launches[1])
+    for change, message in (
+        ({"grid": None}, "has no fixed grid"),
+        ({"args": norm["args"] | {"rows": 3}}, "bakes rows = 3 into the graph"),
+        ({"args": norm["args"] | {"counts": 0}}, "does not read the live rows"),
+    ):
+        broken = replace(entry, launches=(entry.launches[0], norm | change))
+        with pytest.raises(AssertionError, match=message):
+            check_capture(broken.name, broken.launches, known)
