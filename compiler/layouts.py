@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -111,6 +112,7 @@ def tile16_holds(format: str) -> bool:
     return parts.d_type == "f16" and parts.zeros is None
 
 
+@lru_cache
 def _parts_of(format: str) -> Codes:
     """The parts of one block of zero bytes, which say what the parts of any block are."""
     known = FORMATS[format]
@@ -174,6 +176,7 @@ class Planes:
         return self.scales.dmin is not None
 
 
+@lru_cache
 def plane_geometry(shape: tuple[int, ...], format: str) -> Planes:
     """The geometry of a quantized matrix [N, K] in layout ``planes``. Raises ValueError for a K of no whole blocks."""
     known, (rows, k) = FORMATS[format], shape

@@ -66,7 +66,8 @@ def _choose(name: str, recipe: Recipe, wanted: str, rule: str, quantization: Qua
 
 def _fall_back(name: str, recipe: Recipe, wanted: str, rule: str) -> Decision:
     k, block = recipe.shape[1], FORMATS[wanted].block
-    legal = [other for other in FALLBACKS if k % FORMATS[other].block == 0]
+    finer = (f"int4_g{group}" for group in (64, 32)) if wanted.startswith("int4") else ()
+    legal = [other for other in (*finer, *FALLBACKS) if k % FORMATS[other].block == 0]
     why = f"rows of {k} are not whole blocks of {block}"
     if rule != "default":
         raise TapeoutError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tapeout.compiler.devices import CpuDevice
+from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import embed, linear, simple
 from tapeout.compiler.kernels.base import x8_bytes
-from tapeout.compiler.layouts import TILE_ROWS, packed_bytes
+from tapeout.compiler.layouts import TILE_ROWS, packed_bytes, tile16_holds
 from tapeout.compiler.lowering.base import HIDDEN, Lowering
 from tapeout.compiler.lowering.buckets import cpu_buckets
 from tapeout.compiler.spec import Serving
@@ -35,6 +36,10 @@ KV_BYTES = {"f16": 2, "f32": 4}
 
 def lower_cpu(fused: FusedModel, device: CpuDevice, serving: Serving) -> SelectedModel:
     """Lower every op to a kernel that serves its format, folding in residual adds, gates, norms and rotations."""
+    for name, recipe in fused.recipes:
+        if len(recipe.shape) == 2 and not tile16_holds(recipe.format):
+            served = ", ".join(known for known in FORMATS if tile16_holds(known))
+            raise TapeoutError(f"{name}: no CPU kernel serves {recipe.format}; those that it could be are {served}")
     lowering = _CpuLowering(fused, device, serving)
     for op in fused.graph.ops:
         lowering.lower(op)

@@ -1,7 +1,7 @@
 """Whole tiny models on a GPU against their references: prefill, decode, batches, replay against eager.
 
 Runs on the artifacts that tests/gpu/tiny_models.py left in build/gpu/models; without any, it builds them first where
-the compiler is installed. Skipped where there is no GPU.
+the compiler is installed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,6 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 PREBUILT = Path(__file__).parents[2] / "build" / "gpu" / "models"
 REPLAYS = 272
-
-
-@cache
-def missing() -> str:
-    """Why nothing can run here, or nothing."""
-    from tapeout.runtime.cuda.driver import Driver
-
-    try:
-        Driver(0)
-    except TapeoutError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing()), reason=missing() or "a GPU is there")]
 
 
 @cache

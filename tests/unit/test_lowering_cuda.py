@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_builder import FakeBuilder
 from tiny import compile_tiny
 
 from tapeout.compiler.capture import check_capture
-from tapeout.compiler.devices import CudaDevice, load_device
-from tapeout.compiler.kernels.cuda.base import Cubin, GpuKernel, Resources
-from tapeout.compiler.kernels.cuda.toolchain import Rejected
-from tapeout.compiler.lowering.choice import KernelBuilder
+from tapeout.compiler.devices import load_device
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.spec import Quantization, Rule, Serving, Topology
 from tapeout.compiler.stages import GraphPlan, Launch, MemoryPlan, SelectedModel
 from tapeout.runtime import TapeoutError
-
-
-class FakeBuilder(KernelBuilder):
-    """Compiles nothing: every kernel fits, but for those whose names hold one of the given words."""
-
-    def __init__(self, *rejected: str) -> None:
-        super().__init__(Path("unused"))
-        self.rejected = rejected
-        self.asked: dict[str, set[str]] = {}
-
-    def build(self, kernels: Sequence[GpuKernel], device: CudaDevice) -> Mapping[str, Cubin | Rejected]:
-        self.asked.setdefault(device.arch, set()).update(kernel.name for kernel in kernels)
-        return {kernel.name: self._result(kernel) for kernel in kernels}
-
-    def _result(self, kernel: GpuKernel) -> Cubin | Rejected:
-        if any(word in kernel.name for word in self.rejected):
-            return Rejected("spills 64 bytes a thread")
-        return Cubin(b"", Resources(kernel.name, 32, kernel.shared, 0, 0, 4, kernel.shared))
 
 
 def lower(builder: FakeBuilder | None = None, **options: Any) -> Results:

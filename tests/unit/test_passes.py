@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from fake_builder import FakeBuilder
 from tiny import CONFIG, checkpoint, compile_tiny, shapes
 
+from tapeout.compiler.devices import load_device
 from tapeout.compiler.recipes import Concat, Convert, Pack, Read, Recipe
 from tapeout.compiler.spec import Quantization, Rule, Serving, Topology
 from tapeout.compiler.stages import (
@@ -116,6 +118,17 @@ def test_a_default_that_does_not_fit_gives_way_and_a_rule_is_refused() -> None:
     assert decision.alternatives == (("q4_k", "rows of 64 are not whole blocks of 256"),)
     with pytest.raises(TapeoutError, match=r"asks for q4_k on .*q_proj, but rows of 64 are not whole blocks of 256"):
         compile_tiny(quantization=Quantization(rules=(Rule(match="*.q_proj", format="q4_k"),)))
+
+
+def test_int4_falls_back_to_smaller_groups() -> None:
+    quantized = compile_tiny(quantization=Quantization(default="int4_g128"), device=load_device("h200"),
+                             builder=FakeBuilder()).get(QuantizedModel)  # fmt: skip
+    assert recipe(quantized.recipes, Q).format == "int4_g64"
+
+
+def test_a_format_that_no_cpu_kernel_serves_names_the_weight() -> None:
+    with pytest.raises(TapeoutError, match=r"model\.embed_tokens: no CPU kernel serves int4_g64; .* are f32, f16"):
+        compile_tiny(quantization=Quantization(default="int4_g64"))
 
 
 def test_requantizing_can_be_forbidden() -> None:
