@@ -148,12 +148,15 @@ def verify(
 ) -> None:
     """Compare an artifact with an independent reference, op by op."""
     from tapeout.compiler.cli.progress import terminal_progress
-    from tapeout.compiler.verify import verify_artifact
+    from tapeout.compiler.verify import phases_of, verify_artifact
 
-    with terminal_progress() as progress:
-        report = verify_artifact(artifact, source=source, positions=positions, progress=progress)
-    print(report.text())
-    if not report.ok:
+    ok = True
+    for phase in phases_of(artifact):
+        with terminal_progress() as progress:
+            report = verify_artifact(artifact, source=source, positions=positions, phase=phase, progress=progress)
+        print(report.text())
+        ok = ok and report.ok
+    if not ok:
         raise typer.Exit(1)
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from tapeout.compiler.checkpoints.source import resolve_source
 from tapeout.compiler.progress import Progress, SilentProgress
 from tapeout.compiler.verify.compare import compare_ops
 from tapeout.compiler.verify.reference import Reference
 from tapeout.compiler.verify.report import LogitsError, OpError, VerifyReport, compare_logits
-from tapeout.compiler.verify.written import collect_written
+from tapeout.compiler.verify.written import Floats, collect_written
+from tapeout.compiler.views.plan_file import load_plan
 from tapeout.runtime import load
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.model import Model
 
-__all__ = ["LogitsError", "OpError", "VerifyReport", "verify_artifact"]
+__all__ = ["LogitsError", "OpError", "VerifyReport", "phases_of", "verify_artifact"]
+
+Phase = Literal["prefill", "decode"]
 
 
 def verify_artifact(
@@ -25,40 +30,59 @@ def verify_artifact(
     source: str | Path | None = None,
     positions: int = 512,
     text: str | None = None,
+    phase: Phase = "prefill",
     threads: int | None = None,
     target: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Run ``positions`` tokens of ``text`` through an artifact and through transformers in float32, and compare.
 
-    ``source`` is the checkpoint, by default the one the plan names. Every op is compared twice: with the reference's
-    own run (``drift``, which adds up over the layers), and with what the reference module makes of the very values
-    that the artifact gave that op (``own``, which does not). An op departs when its own error passes its tolerance.
-    ``threads`` and ``target`` are those of ``tapeout.runtime.load``. Raises TapeoutError in one sentence.
+    ``source`` is the checkpoint, by default the one the plan names. ``phase`` says which launch lists run: those of
+    prefill, or those of decode, a token a step. Every op is compared twice: with the reference's own run (``drift``,
+    which adds up over the layers), and with what the reference module makes of the very values that the artifact gave
+    that op (``own``, which does not). An op departs when its own error passes its tolerance. ``threads`` and ``target``
+    are those of ``tapeout.runtime.load``. Raises TapeoutError in one sentence.
     """
-    work = (progress or SilentProgress()).task("verifying", 5)
+    work = (progress or SilentProgress()).task(f"verifying {phase}", 5)
     with work, load(artifact, threads=threads, target=target) as model:
         ids = _token_ids(model, text, positions)
         reference = Reference.open(_checkpoint(model, source), model.plan["checkpoint"]["container"])
         work.advance(1)
-        written = collect_written(model, ids)
+        written = collect_written(model, ids, phase)
         work.advance(1)
-        logits = model.logits(ids)
+        traced = next(item.values for item in reversed(written) if item.op == "lm_head")
+        logits = model.logits(ids) if phase == "prefill" else traced
+        replays = bool((traced == logits).all()) if phase == "prefill" else _decodes(model, ids, traced)
         work.advance(1)
         expected, drift = compare_ops(reference, ids, written, forced=False)
         work.advance(1)
         own = compare_ops(reference, ids, written, forced=True)[1]
         work.advance(1)
-        replayed = next((item.values for item in reversed(written) if item.op == "lm_head"), logits)
         return VerifyReport(
             artifact=str(artifact),
             reference=reference.name,
+            phase=phase,
             positions=len(ids),
             ops=tuple(OpError.of(item, own[item.key], drift[item.key]) for item in written if item.key in own),
             unmatched=tuple(item.op for item in written if item.key not in own),
             logits=compare_logits(expected, logits),
-            replays=bool((replayed == logits).all()),
+            replays=replays,
         )
+
+
+def phases_of(artifact: Path) -> tuple[Phase, ...]:
+    """The phases whose kernels differ: a GPU decodes with others than it reads a prompt with."""
+    return ("prefill", "decode") if load_plan(artifact).get("target") == "cuda" else ("prefill",)
+
+
+def _decodes(model: Model, ids: Sequence[int], traced: Floats) -> bool:
+    """Whether real decode steps, fed with ``ids``, choose the best token of the traced logits at every position."""
+    sequence = model.pool.open()
+    try:
+        chosen = [model.decode([sequence], [token])[0] for token in ids]
+    finally:
+        model.pool.close(sequence)
+    return chosen == traced.argmax(-1).tolist()
 
 
 def _checkpoint(model: Model, source: str | Path | None) -> Path:

@@ -55,11 +55,12 @@ class LogitsError:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The outcome. ``unmatched`` ops have no counterpart in the reference; ``replays``: one call gave the same logits
-    as launch by launch, bit for bit."""
+    """The outcome. ``unmatched`` ops have no counterpart in the reference; ``replays``: a whole step gave the same
+    logits as launch by launch, bit for bit (in decode: chose the best token of those logits)."""
 
     artifact: str
     reference: str
+    phase: str
     positions: int
     ops: tuple[OpError, ...]
     unmatched: tuple[str, ...]
@@ -88,7 +89,7 @@ class VerifyReport:
         if self.logits.sure_wrong:
             return f"departs at the logits: {self.logits.sure_wrong} best tokens differ where the reference is sure"
         if not self.replays:
-            return "departs in replay: one call does not give the logits that its launches give one by one"
+            return "departs in replay: a whole step does not give what its launches give one by one"
         return f"no op of {len(self.ops)} departs"
 
     def text(self) -> str:
@@ -96,7 +97,7 @@ class VerifyReport:
         logits = self.logits
         return "\n".join(
             [
-                f"{self.artifact}: {self.positions} positions beside {self.reference}",
+                f"{self.artifact}, {self.phase}: {self.positions} positions beside {self.reference}",
                 "",
                 f"{'':18s} {'own error, worst op':44s} drift",
                 *(self._row(name, ops) for name, ops in self._sections()),

@@ -42,12 +42,12 @@ class Written:
         return self.key[2]
 
 
-def collect_written(model: Model, ids: Sequence[int]) -> list[Written]:
-    """Trace a run; in launch order, the body before the head."""
+def collect_written(model: Model, ids: Sequence[int], phase: str = "prefill") -> list[Written]:
+    """Trace a run of a phase's launch lists; in launch order, the body before the head."""
     graphs = {graph["name"]: _Graph(model.plan, graph) for graph in model.plan["graphs"]}
     pieces: dict[Key, list[Floats]] = {}
     places: dict[Key, tuple[str, str]] = {}
-    for traced in model.trace(ids):
+    for traced in model.trace(ids, phase):
         graph = graphs[traced.graph]
         for op, start, stop in traced.produces:
             key = (graph.head, traced.index, op)

@@ -1,7 +1,7 @@
 """SmolLM2 and Gemma 3 270M on a GPU: the tokens of llama.cpp, and where ours differ, how near a tie that is.
 
     python gpu_real.py make OUT --llama-probe PROBE --llama-bin DIR    (where the compiler is; no GPU)
-    python gpu_real.py split OUT PARTS --bytes 58000000                (weights in pieces that travel one by one)
+    python gpu_real.py split OUT PARTS --bytes 54000000                (weights in pieces that travel one by one)
     python gpu_real.py join OUT PARTS                                  (where the GPU is)
     python gpu_real.py run OUT                                         (where the GPU is)
 
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("parts", type=Path, nargs="?")
     parser.add_argument("--llama-probe", type=Path)
     parser.add_argument("--llama-bin", type=Path)
-    parser.add_argument("--bytes", type=int, default=58_000_000)
+    parser.add_argument("--bytes", type=int, default=54_000_000)
     parser.add_argument("--device", default="h200")
     arguments = parser.parse_args()
     if arguments.what == "make":

@@ -194,7 +194,8 @@ def make_plan(architectures: Sequence[str] = ("sm_90",), context: int = CONTEXT,
 
 
 def _kernel(name: str, architectures: Sequence[str]) -> dict[str, Any]:
-    resources = {"symbol": f"tp_{name}", "registers": 32, "shared": 0, "spill_bytes": 0, "blocks_per_sm": 8}
+    taken = {"registers": 32, "shared": 0, "dynamic_shared": 0, "spill_bytes": 0, "blocks_per_sm": 8}
+    resources: dict[str, Any] = {"symbol": f"tp_{name}", **taken}
     if name in EXTRA:
         resources["extra_ptrs"] = EXTRA[name]
     if name == "head":
@@ -205,7 +206,6 @@ def _kernel(name: str, architectures: Sequence[str]) -> dict[str, Any]:
         "language": "triton" if name in EXTRA else "cuda",
         "params": [[param, "ptr"] for param in PARAMS[name]],
         "threads": 128,
-        "shared": 0,
         "pdl": True,
         "resources": dict.fromkeys(architectures, resources),
     }

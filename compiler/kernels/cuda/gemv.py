@@ -23,6 +23,7 @@ ELEMENTS = {"f16": (1, 2), "bf16": (2, 2), "f32": (3, 4), "e4m3": (4, 1)}
 RING_TARGET = 100_000
 """Shared bytes of a block: two kernels in a row then fit a multiprocessor, and the second fills its ring early."""
 RING_LEAST = 32_768
+INTEGER_STEPS = (1, 2, 4)
 STAGES = 8
 """At most so many stages a ring: more do not put more bytes on their way."""
 
@@ -87,6 +88,8 @@ class Weight:
     """First byte in a row of scales and bytes for each k."""
     nbytes: int
     defines: tuple[tuple[str, Define], ...]
+    sides: int = 0
+    """Integer codes: words beside each 32 activations (their scale, and what their sum is needed for)."""
 
 
 def candidates(
@@ -135,9 +138,9 @@ def _weight(problem: Problem) -> Weight:
         defines |= _float_defines(ELEMENTS["e4m3"][0]) | {"TENSOR_SCALE": int(whole)}
         arrays = () if whole else ((0, 4 / planes.group),)
         return Weight(16, (16,), arrays, planes.nbytes, tuple(defines.items()))
-    unit = 16 if planes.bits == 8 else 32
     defines |= _integer_defines(planes)
-    return Weight(unit, tuple(p.bits * unit // 8 for p in planes.codes), _arrays(planes), planes.nbytes, tuple(defines.items()))
+    units = tuple(4 * plane.bits for plane in planes.codes)
+    return Weight(32, units, _arrays(planes), planes.nbytes, tuple(defines.items()), _sides(planes))
 
 
 def _float_defines(code: int) -> dict[str, Define]:
@@ -158,6 +161,11 @@ def _integer_defines(planes: Planes) -> dict[str, Define]:
         "HAS_ZEROS": int(scales.zeros is not None),
         "SCALE_BF16": int(planes.d_type == "bf16"),
     }
+
+
+def _sides(planes: Planes) -> int:
+    needs_sum = planes.has_min or planes.scales.zeros is not None or planes.zero != 0
+    return 1 + needs_sum * (2 if planes.group == 16 else 1)
 
 
 def _arrays(planes: Planes) -> tuple[tuple[int, float], ...]:
@@ -194,7 +202,7 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) 
     windows = [_window(at, piece, chunks) for (at, _), piece in zip(weight.arrays, pieces, strict=True)]
     stage = item_rows * (sum(weight.plane_units) * 32 * tile.steps + sum(windows))
     is_float = dict(weight.defines)["ELEMENT"] != 0
-    x_bytes = _x_bytes(problem, weight, is_float)
+    x_bytes = _x_bytes(problem, weight, chunks * stage_k)
     sums = 4 * problem.m * tile.warps
     staged = not is_float or x_bytes + RING_LEAST + sums <= device.shared_per_block
     if not staged:
@@ -204,7 +212,7 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) 
     grid = min(device.sm_count * tile.blocks, items)
     longest = -(-items // (grid * tile.warps)) * chunks
     stages = min(STAGES, room // (tile.warps * stage), max(2, longest))
-    if stages < 2 or item_rows * problem.m > 32:
+    if stages < 2 or item_rows * problem.m > 32 or (weight.sides and tile.steps not in INTEGER_STEPS):
         return None
     arrays = weight.arrays or ((0, 0.0),)
     defines: dict[str, Define] = {
@@ -236,12 +244,12 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) 
     return Candidate(kernel, (grid, 1, 1), weight.nbytes + activations, operations, "f32" if is_float else "int8")
 
 
-def _x_bytes(problem: Problem, weight: Weight, is_float: bool) -> int:
-    """Shared bytes of the activations: float32, or int8 with a scale and a sum for each 32."""
+def _x_bytes(problem: Problem, weight: Weight, span: int) -> int:
+    """Shared bytes of ``span`` activations a row: float32, or int8 terms and the words beside them."""
+    if weight.sides:
+        return problem.m * span // 32 * (32 * problem.terms + 4 * weight.sides)
     span = -(-problem.k // (32 * weight.unit)) * 32 * weight.unit
-    if is_float:
-        return 4 * problem.m * span
-    return -(-problem.m * problem.terms * (span + problem.k // 32 * 8) // 16) * 16
+    return 4 * problem.m * span
 
 
 def _name(problem: Problem, tile: Tile, stages: int) -> str:

@@ -1,28 +1,210 @@
-/* Integer codes of the "planes" layout: what a lane's unit of UNIT consecutive k looks like in registers.
+/* Integer codes of the "planes" layout times activations quantized to int8: what is staged, and the products of a stage.
  *
- * A unit is 32 k (16 with 8-bit codes). Quad q is the word whose byte j is the code of k = 4 q + j, so that one dp4a
- * takes four k. Planes: 4-bit word i holds quad i in its low and quad i + 4 in its high nibbles; 2-bit quad q stands in
- * word q % 2 at bits 2 (q / 2) of each byte; 1-bit quad q at bit q of each byte. */
+ * A group is 32 consecutive k. Quad q of a group is the word whose byte j belongs to k = 4 q + j, so that one dp4a takes
+ * four k. Planes: 4-bit word i holds quad i in its low and quad i + 4 in its high nibbles; 2-bit quad q stands in word
+ * q % 2 at bits 2 (q / 2) of each byte; 1-bit quad q at bit q of each byte.
+ *
+ * A lane has STEPS neighbouring groups of every row of a stage, so that it loads scales several at a time. It takes them
+ * in an order of its own, turned by turn(lane), in which 32 lanes meet no bank of shared memory twice. The two int8 terms
+ * of an activation stand in a fixed ratio and make one integer: scales are applied once for both. */
 #ifndef DECODE_INT_CUH
 #define DECODE_INT_CUH
 #include "tapeout.cuh"
 
-#define QUADS (UNIT / 4)
+#define LINE0 PLANE0_UNIT /* bytes of a group in each plane */
+#define LINE1 PLANE1_UNIT
+#define HALVES (GROUP == 16 ? 2 : 1)                       /* scaled parts of a group of 32 */
+#define SPAN (SUPER / 32 < STEPS ? SUPER / 32 : STEPS)     /* groups of a lane that share d */
+#define SPANS (STEPS / SPAN)
+#define RATIO 254                                          /* first term to second; 1 / 254 of half a step is 127 */
+#define SUMS ((HAS_MIN || HAS_ZEROS) ? HALVES : 0)         /* floats of a group: scale times sum of activations */
+#define STARTS (ZERO != 0 ? HALVES : 0)                    /* integers of a group: -zero times sum of activations */
+#define SIDES (1 + SUMS + STARTS)
+#define SIDES_AT (X_AT + COLUMNS * CHUNKS * STEPS * 1024)
+#define MIN_UNIT 64.0f /* what byte_float's fraction counts in */
+
+/* Results up to 2^22 become floats by their place in the mantissa of 1.5 * 2^23. */
+#define MOST_CODE (BITS == 8 ? 128 : ZERO ? ZERO : (1 << BITS) - 1)
+#define MOST_SUB (!HAS_SUB ? 1 : HAS_MIN ? (BITS == 2 ? 15 : 63) : BITS == 3 ? 32 : 128)
+#define MOST ((i64)32 * 127 * (TERMS == 2 ? RATIO + 1 : 1) * MOST_CODE * MOST_SUB)
+#define BY_MANTISSA (MOST < (1 << 22))
+#define BASE (BY_MANTISSA ? 0x4b400000 : 0)
+#define SUM_HALVES (MOST < ((i64)1 << 31)) /* both halves of a group fit one integer */
+static_assert(MOST / HALVES < ((i64)1 << 31) && (GROUP >= 32 || GROUP == 16) && (GROUP == 32 || !HAS_MIN || HALVES == 2),
+              "integer sums");
+
+TP_DEVICE int turn(int lane) {
+    const int folded = lane ^ lane >> 2; /* bits 1 and 2: those of the lane, each with the one two above */
+    return STEPS == 1 ? 0 : STEPS == 2 ? (lane >> 2 ^ lane >> 3 ^ lane >> 4) & 1 : (folded >> 2 & 1) | (folded & 2);
+}
+
+/* 8-bit codes: whether the lane takes the second 16 bytes of a group before the first. */
+TP_DEVICE int half_turn(int lane) { return BITS == 8 ? lane >> (STEPS == 4 ? 0 : STEPS == 2 ? 1 : 2) & 1 : 0; }
+
+/* ---- activations ---- */
+
+/* Rounds the four values, in units of 1 / inverse, to nearest even; the rest stays in v. Returns their sum. */
+TP_DEVICE i32 round_term(float (&v)[4], u32 &codes, float inverse, float unit) {
+    i32 sum = 0;
+    codes = 0;
+    TP_UNROLL for (int i = 0; i < 4; i++) {
+        const i32 code = __float2int_rn(v[i] * inverse);
+        codes |= (u32)(code & 255) << (8 * i);
+        sum += code;
+        v[i] = fmaf((float)-code, unit, v[i]);
+    }
+    return sum;
+}
+
+/* Quantizes the group of 32 that 8 neighbouring lanes hold: absmax / 127, to nearest even; the second term likewise what
+ * the first leaves, at most half its step. `sum`, of all terms in units of the last, is that of the lane's half group.
+ * A NaN or an infinity makes the scale NaN. */
+TP_DEVICE void quantize(float4 in, u32 (&codes)[TERMS], float &scale, i32 &sum) {
+    float v[4] = { in.x, in.y, in.z, in.w };
+    u32 top = 0;
+    TP_UNROLL for (int i = 0; i < 4; i++) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
+    TP_UNROLL for (int lane = 1; lane < 8; lane *= 2) top = max(top, __shfl_xor_sync(TP_ALL, top, lane));
+    const float most = __uint_as_float(top);
+    const bool usable = most > 1e-35f && most <= 3.4028235e38f;
+    const float inverse = usable ? 127.0f / most : 0.0f;
+    scale = most - most == 0.0f ? most / 127.0f : most - most;
+    if (!usable) v[0] = v[1] = v[2] = v[3] = 0.0f;
+    sum = round_term(v, codes[0], inverse, scale);
+    if (TERMS == 2) {
+        sum = RATIO * sum + round_term(v, codes[TERMS - 1], RATIO * inverse, 0.0f);
+        scale /= RATIO;
+    }
+    sum += __shfl_xor_sync(TP_ALL, sum, 1);
+    sum += __shfl_xor_sync(TP_ALL, sum, 2);
+}
+
+/* Index of position i, of a lane's STEPS, among the 16-byte pieces of a column, and among the floats of a side. */
+TP_DEVICE int piece_index(int column, int chunk, int half, int i, int lane) {
+    return (((column * CHUNKS + chunk) * 2 + half) * STEPS + i) * 32 + lane;
+}
+TP_DEVICE int side_index(int m, int side, int chunk, int i, int lane) {
+    return (((m * SIDES + side) * CHUNKS + chunk) * 32 + lane) * STEPS + i;
+}
+
+/* Stores the elements from 4 p on of row m; all 32 lanes call it. */
+TP_DEVICE void stage_piece(u8 *shared, int m, int p, bool live, float4 v) {
+    u32 codes[TERMS];
+    float scale;
+    i32 sum[2];
+    quantize(v, codes, scale, sum[0]);
+    sum[1] = __shfl_xor_sync(TP_ALL, sum[0], 4);
+    if (!live) return;
+    const int group = p / 8, word = p % 8, chunk = group / (32 * STEPS), lane = group / STEPS % 32;
+    const int i = group % STEPS ^ turn(lane), half = word / 4 ^ half_turn(lane);
+    TP_UNROLL for (int t = 0; t < TERMS; t++)
+        ((u32 *)(shared + X_AT))[piece_index(m * TERMS + t, chunk, half, i, lane) * 4 + word % 4] = codes[t];
+    if (word) return;
+    if (HALVES == 1) sum[0] += sum[1];
+    u32 *side = (u32 *)(shared + SIDES_AT);
+    side[side_index(m, 0, chunk, i, lane)] = __float_as_uint(scale);
+    constexpr float unit = !HAS_MIN ? 1.0f : HAS_SUB ? MIN_SIGN * MIN_UNIT : MIN_SIGN;
+    TP_UNROLL for (int h = 0; h < SUMS; h++)
+        side[side_index(m, 1 + h, chunk, i, lane)] = __float_as_uint(unit * scale * (float)sum[h]);
+    TP_UNROLL for (int h = 0; h < STARTS; h++)
+        side[side_index(m, 1 + h, chunk, i, lane)] = (u32)((HAS_SUB ? 0 : BASE) - ZERO * sum[h]);
+}
+
+/* ---- scales ---- */
+
+/* BYTES (1, 2 or 4) bytes at p, which is a multiple of ALIGN. */
+template <int BYTES, int ALIGN> TP_DEVICE u32 load_bytes(const u8 *p) {
+    if constexpr (BYTES == 1) return *p;
+    else if constexpr (BYTES == 2 && ALIGN >= 2) return *(const u16 *)p;
+    else if constexpr (BYTES == 4 && ALIGN >= 4) return *(const u32 *)p;
+    else return load_bytes<BYTES / 2, ALIGN>(p) | load_bytes<BYTES / 2, ALIGN>(p + BYTES / 2) << (4 * BYTES);
+}
+
+/* A lane's ENTRIES of an array of scales, each of BYTES, in its order: entry i of `words` is number i ^ turned. */
+template <int ARRAY, int ENTRIES, int BYTES>
+TP_DEVICE void load_scales(u32 (&words)[(ENTRIES * BYTES + 3) / 4], const u8 *slot, int j, int chunk, int entry, int turned) {
+    constexpr int places = SCALE_AT[ARRAY] | SCALE_PIECE[ARRAY] | 16, align = places & -places, bytes = ENTRIES * BYTES;
+    const u8 *p = slot + STAGE_SCALES + j * SCALE_SLOTS + scale_slot(ARRAY)
+                  + ((SCALE_AT[ARRAY] + chunk * SCALE_PIECE[ARRAY]) & 15) + entry * BYTES;
+    if constexpr (bytes == 8) {
+        words[0] = load_bytes<4, align>(p + (turned & 2) * 2);
+        words[1] = load_bytes<4, align>(p + (~turned & 2) * 2);
+    } else {
+        words[0] = load_bytes<bytes, align>(p);
+    }
+    if (ENTRIES > 1) {
+        const u32 order = 0x3210 ^ (BYTES == 1 ? turned * 0x1111 : (turned & 1) * 0x2222);
+        TP_UNROLL for (int i = 0; i < (bytes + 3) / 4; i++) words[i] = __byte_perm(words[i], 0, order);
+    }
+}
+
+TP_DEVICE float half_of(const u32 *words, int i) {
+    const u32 word = words[i / 2];
+    if (SCALE_BF16) return __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+    return tp_f16((u16)(i % 2 ? word >> 16 : word));
+}
+
+TP_DEVICE i32 byte_of(const u32 *words, int i) { return (i32)(i8)(words[i / 4] >> (8 * (i % 4))); }
+
+/* 2 + byte / 64 for a byte up to 127: no conversion, and the 2 is taken off for all rows at once. */
+TP_DEVICE float byte_float(const u32 *words, int i) {
+    return __uint_as_float(__byte_perm(words[i / 4], 0x40000000u, 0x7044 | (i % 4) << 8));
+}
+
+struct RowScales {
+    u32 d[(SPANS * 2 + 3) / 4];
+#if HAS_MIN
+    u32 dmin[(SPANS * 2 + 3) / 4];
+#endif
+#if HAS_SUB
+    u32 sub[(STEPS * HALVES + 3) / 4];
+#endif
+#if HAS_MIN && HAS_SUB
+    u32 min[(STEPS * HALVES + 3) / 4];
+#endif
+#if HAS_ZEROS
+    u32 zero[(SPANS + 3) / 4];
+#endif
+};
+
+TP_DEVICE void load_row_scales(RowScales &row, const u8 *slot, int j, int chunk, int lane, int turned) {
+    const int first = lane * STEPS; /* the lane's groups of 32 in the stage */
+    load_scales<0, SPANS, 2>(row.d, slot, j, chunk, first * 32 / SUPER, turned / SPAN);
+#if HAS_MIN
+    load_scales<1, SPANS, 2>(row.dmin, slot, j, chunk, first * 32 / SUPER, turned / SPAN);
+#endif
+#if HAS_SUB
+    load_scales<1 + HAS_MIN, STEPS, HALVES>(row.sub, slot, j, chunk, first, turned);
+#endif
+#if HAS_MIN && HAS_SUB
+    load_scales<2 + HAS_MIN, STEPS, HALVES>(row.min, slot, j, chunk, first, turned);
+#endif
+#if HAS_ZEROS
+    load_scales<1, SPANS, 1>(row.zero, slot, j, chunk, first * 32 / SUPER, turned / SPAN);
+#endif
+}
+
+/* ---- products ---- */
 
 /* The bits `mask` of each byte, moved from bit `from` to bit `to`. */
 TP_DEVICE u32 tp_bits(u32 word, int from, int to, u32 mask) {
     return (from > to ? word >> (from - to) : word << (to - from)) & mask;
 }
 
-/* p0 and p1: this lane's bytes of the first and the second plane. */
-TP_DEVICE void tp_quads(u32 (&quad)[QUADS], const u8 *p0, const u8 *p1) {
+/* The codes of a group, as bytes. To spare shifts some stay where they are: with 4 bits quads 4 to 7 are 16 times the
+ * codes; with 2 and 3 bits quads 2, 3, 6 and 7 are 4 times the codes. p0 and p1: its lines in the two planes. */
+TP_DEVICE void load_quads(u32 (&quad)[8], const u8 *p0, const u8 *p1, int halves_turned) {
 #if BITS == 8
-    const uint4 w = *(const uint4 *)p0;
-    quad[0] = w.x, quad[1] = w.y, quad[2] = w.z, quad[3] = w.w;
+    const uint4 v = *(const uint4 *)(p0 + 16 * halves_turned), w = *(const uint4 *)(p0 + 16 * (1 - halves_turned));
+    quad[0] = v.x, quad[1] = v.y, quad[2] = v.z, quad[3] = v.w;
+    quad[4] = w.x, quad[5] = w.y, quad[6] = w.z, quad[7] = w.w;
 #elif BITS >= 4
     const uint4 w = *(const uint4 *)p0;
     const u32 words[4] = { w.x, w.y, w.z, w.w };
+#if BITS == 4
+    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] = words[q % 4] & (q < 4 ? 0x0f0f0f0fu : 0xf0f0f0f0u);
+#else
     TP_UNROLL for (int q = 0; q < 8; q++) quad[q] = tp_bits(words[q % 4], q / 4 * 4, 0, 0x0f0f0f0fu);
+#endif
 #if BITS == 6
     const uint2 high = *(const uint2 *)p1;
     TP_UNROLL for (int q = 0; q < 8; q++) quad[q] |= tp_bits(q % 2 ? high.y : high.x, q / 2 * 2, 4, 0x30303030u);
@@ -32,149 +214,130 @@ TP_DEVICE void tp_quads(u32 (&quad)[QUADS], const u8 *p0, const u8 *p1) {
 #endif
 #else
     const uint2 w = *(const uint2 *)p0;
-    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] = tp_bits(q % 2 ? w.y : w.x, q / 2 * 2, 0, 0x03030303u);
+    TP_UNROLL for (int q = 0; q < 8; q++)
+        quad[q] = tp_bits(q % 2 ? w.y : w.x, q / 4 * 4, 0, q / 2 % 2 ? 0x0c0c0c0cu : 0x03030303u);
 #if BITS == 3
     const u32 high = *(const u32 *)p1;
-    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] |= tp_bits(high, q, 2, 0x04040404u);
-#endif
-#endif
-}
-
-/* Quantizes the group of 32 that 8 neighbouring lanes hold: absmax / 127, to nearest even. A NaN or an infinity makes
- * the scale NaN. v becomes what is left over. */
-TP_DEVICE void quantize(float4 &v, u32 &codes, float &scale, i32 &half_sum) {
-    u32 top = 0;
-    const float in[4] = { v.x, v.y, v.z, v.w };
-    TP_UNROLL for (int i = 0; i < 4; i++) top = max(top, __float_as_uint(in[i]) & 0x7fffffffu);
-    TP_UNROLL for (int lane = 1; lane < 8; lane *= 2) top = max(top, __shfl_xor_sync(TP_ALL, top, lane));
-    const float most = __uint_as_float(top);
-    const bool usable = most > 1e-35f && most <= 3.4028235e38f;
-    const float inverse = usable ? 127.0f / most : 0.0f;
-    scale = most - most == 0.0f ? most / 127.0f : most - most;
-    codes = 0, half_sum = 0;
-    float rest[4];
-    TP_UNROLL for (int i = 0; i < 4; i++) {
-        const i32 code = usable ? __float2int_rn(in[i] * inverse) : 0;
-        codes |= (u32)(code & 255) << (8 * i);
-        half_sum += code;
-        rest[i] = in[i] - (float)code * scale;
+    TP_UNROLL for (int q = 0; q < 8; q++) {
+        const int to = q / 2 % 2 ? 4 : 2;
+        quad[q] |= tp_bits(high, q, to, 0x01010101u << to);
     }
-    v = make_float4(rest[0], rest[1], rest[2], rest[3]);
-    half_sum += __shfl_xor_sync(TP_ALL, half_sum, 1);
-    half_sum += __shfl_xor_sync(TP_ALL, half_sum, 2);
+#endif
+#endif
 }
 
-/* Where the four elements from 4 p on stand, in pieces of 4: a lane's unit is cut so that a warp reads 32 neighbours. */
-TP_DEVICE int x_piece(int p) {
-    const int unit = p / (UNIT / 4), inside = p % (UNIT / 4);
-    return ((unit / 32 * (UNIT / 16) + inside / 4) * 32 + unit % 32) * 4 + inside % 4;
-}
-
-TP_DEVICE void stage_piece(u8 *shared, int m, int p, bool live, float4 v) {
-    TP_UNROLL for (int t = 0; t < TERMS; t++) {
-        u32 codes;
-        float scale;
-        i32 half_sum;
-        quantize(v, codes, scale, half_sum);
-        const i32 other = __shfl_xor_sync(TP_ALL, half_sum, 4);
-        if (!live) continue;
-        const int column = m * TERMS + t;
-        ((u32 *)(shared + X_AT + column * X_COLUMN))[x_piece(p)] = codes;
-        if (p % 8 == 0) {
-            const i32 side = GROUP == 16 ? (half_sum & 0xffff) | other << 16 : half_sum + other;
-            uint2 both;
-            both.x = __float_as_uint(scale), both.y = (u32)side;
-            ((uint2 *)(shared + X_SIDES))[column * (K / 32) + p / 8] = both;
+/* start + sums of codes times activations, of the whole group or of its halves. */
+TP_DEVICE void dots(i32 (&sum)[HALVES], const u32 (&quad)[8], const u32 (&in)[8]) {
+#if BITS == 4
+    i32 high = 0;
+    TP_UNROLL for (int q = 0; q < 4; q++) {
+        sum[0] = tp_dp4a(quad[q], in[q], sum[0]);
+        high = tp_dp4a_unsigned(quad[q + 4], in[q + 4], high);
+    }
+    sum[0] += high >> 4;
+#elif BITS <= 3
+    TP_UNROLL for (int h = 0; h < 2; h++) {
+        i32 fourfold = 0;
+        TP_UNROLL for (int q = 4 * h; q < 4 * h + 2; q++) {
+            sum[h % HALVES] = tp_dp4a(quad[q], in[q], sum[h % HALVES]);
+            fourfold = tp_dp4a(quad[q + 2], in[q + 2], fourfold);
         }
+        sum[h % HALVES] += fourfold >> 2;
     }
+#else
+    TP_UNROLL for (int q = 0; q < 8; q++) sum[q * HALVES / 8] = tp_dp4a(quad[q], in[q], sum[q * HALVES / 8]);
+#endif
 }
 
-/* Byte `index` bytes into what this stage uses of a scale array of row j. */
-TP_DEVICE const u8 *scale_at(const u8 *slot, int j, int array, int chunk, int index) {
-    return slot + STAGE_SCALES + j * SCALE_SLOTS + scale_slot(array) + ((SCALE_AT[array] + chunk * SCALE_PIECE[array]) & 15)
-           + index;
+/* sum over the group of sub * (code - zero) * activation, in units of the last term, as a float. */
+TP_DEVICE float group_product(const u32 (&quad)[8], const u32 (&in)[TERMS][8], const i32 *start, const RowScales &row, int i) {
+    i32 sum[HALVES];
+    TP_UNROLL for (int h = 0; h < HALVES; h++) sum[h] = TERMS == 1 ? start[h] : 0;
+    dots(sum, quad, in[0]);
+#if TERMS == 2
+    i32 second[HALVES];
+    TP_UNROLL for (int h = 0; h < HALVES; h++) second[h] = start[h];
+    dots(second, quad, in[1]);
+    TP_UNROLL for (int h = 0; h < HALVES; h++) sum[h] = RATIO * sum[h] + second[h];
+#endif
+    i32 whole = sum[0];
+#if HAS_SUB && HALVES == 2
+    if (!SUM_HALVES)
+        return (float)(sum[0] * byte_of(row.sub, 2 * i)) + (float)(sum[1] * byte_of(row.sub, 2 * i + 1));
+    whole = sum[0] * byte_of(row.sub, 2 * i) + (sum[1] * byte_of(row.sub, 2 * i + 1) + BASE);
+#elif HAS_SUB
+    whole = sum[0] * byte_of(row.sub, i) + BASE;
+#endif
+    return BY_MANTISSA ? __uint_as_float((u32)whole) - 12582912.0f : (float)whole;
 }
 
-TP_DEVICE float half_at(const u8 *p) { return SCALE_BF16 ? tp_bf16(*(const u16 *)p) : tp_f16(*(const u16 *)p); }
-
-TP_DEVICE void add_unit(float (&sum)[VALUES], const u8 *shared, const u8 *slot, int chunk, int u, int lane) {
-    const int local = u * 32 + lane, unit = chunk * 32 * STEPS + local;
-    if (K % STAGE_K && unit >= UNITS) return;
-    u32 in[COLUMNS][QUADS];
-    float in_scale[COLUMNS];
-    [[maybe_unused]] float in_sum[COLUMNS];
-    i32 side[COLUMNS];
-    TP_UNROLL for (int c = 0; c < COLUMNS; c++) {
-        const uint4 *codes = (const uint4 *)(shared + X_AT + c * X_COLUMN) + unit / 32 * (UNIT / 16) * 32 + unit % 32;
-        TP_UNROLL for (int h = 0; h < UNIT / 16; h++) {
-            const uint4 v = codes[h * 32];
-            in[c][4 * h] = v.x, in[c][4 * h + 1] = v.y, in[c][4 * h + 2] = v.z, in[c][4 * h + 3] = v.w;
-        }
-        const uint2 both = ((const uint2 *)(shared + X_SIDES))[c * (K / 32) + unit * UNIT / 32];
-        in_scale[c] = __uint_as_float(both.x);
-        side[c] = (i32)both.y;
-        in_sum[c] = in_scale[c] * (float)side[c];
-    }
-    TP_UNROLL for (int j = 0; j < ITEM_ROWS; j++) {
-        u32 quad[QUADS];
-        tp_quads(quad, slot + j * ROW_PLANE0 + local * PLANE0_UNIT, slot + STAGE_PLANE1 + j * ROW_PLANE1 + local * PLANE1_UNIT);
-        const float d = half_at(scale_at(slot, j, 0, chunk, local * UNIT / SUPER * 2));
-#if HAS_MIN
-        const float dmin = half_at(scale_at(slot, j, 1, chunk, local * UNIT / SUPER * 2));
-#endif
-#if HAS_SUB
-        constexpr int sub_array = 1 + HAS_MIN;
-#if GROUP == 16
-        const u32 subs = *(const u16 *)scale_at(slot, j, sub_array, chunk, local * 2);
-        const i32 sub0 = (i32)(i8)subs, sub1 = (i32)(i8)(subs >> 8);
+/* A side of the lane's groups. */
+TP_DEVICE void load_side(u32 (&side)[STEPS], const u8 *shared, int m, int which, int chunk, int lane) {
+    const u32 *p = (const u32 *)(shared + SIDES_AT) + side_index(m, which, chunk, 0, lane);
+#if STEPS == 4
+    const uint4 v = *(const uint4 *)p;
+    side[0] = v.x, side[1] = v.y, side[2] = v.z, side[3] = v.w;
+#elif STEPS == 2
+    const uint2 v = *(const uint2 *)p;
+    side[0] = v.x, side[1] = v.y;
 #else
-        const i32 sub0 = *scale_at(slot, j, sub_array, chunk, local * UNIT / GROUP);
+    side[0] = *p;
 #endif
-#if HAS_MIN && GROUP == 16
-        const u32 mins = *(const u16 *)scale_at(slot, j, sub_array + 1, chunk, local * 2);
-        const i32 min0 = (i32)(mins & 255), min1 = (i32)(mins >> 8);
-#elif HAS_MIN
-        const float minimum = dmin * (float)*scale_at(slot, j, sub_array + 1, chunk, local * UNIT / GROUP);
-#endif
-#endif
-#if HAS_ZEROS
-        const i32 zero = *scale_at(slot, j, 1, chunk, local * UNIT / GROUP);
-#else
-        constexpr i32 zero = ZERO;
-#endif
-        TP_UNROLL for (int c = 0; c < COLUMNS; c++) {
-            float &total = sum[c / TERMS * ITEM_ROWS + j];
-#if GROUP == 16
-            const i32 low = (i32)(i16)side[c], high = side[c] >> 16;
-            i32 dot0 = -zero * low, dot1 = -zero * high;
-            TP_UNROLL for (int q = 0; q < 4; q++) {
-                dot0 = tp_dp4a(quad[q], in[c][q], dot0);
-                dot1 = tp_dp4a(quad[q + 4], in[c][q + 4], dot1);
-            }
-            total = fmaf(d, in_scale[c] * (float)(dot0 * sub0 + dot1 * sub1), total);
-#if HAS_MIN
-            total = fmaf(MIN_SIGN * dmin, in_scale[c] * (float)(min0 * low + min1 * high), total);
-#endif
-#else
-            i32 dot = -zero * side[c];
-            TP_UNROLL for (int q = 0; q < QUADS; q++) dot = tp_dp4a(quad[q], in[c][q], dot);
-#if HAS_SUB
-            dot *= sub0;
-#endif
-            total = fmaf(d, in_scale[c] * (float)dot, total);
-#if HAS_MIN && HAS_SUB
-            total = fmaf(MIN_SIGN * minimum, in_sum[c], total);
-#elif HAS_MIN
-            total = fmaf(MIN_SIGN * dmin, in_sum[c], total);
-#endif
-#endif
-        }
-    }
 }
 
-TP_DEVICE void add_stage(float (&sum)[VALUES], const u8 *shared, const u8 *slot, const float *, const float *, int chunk,
+TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slot, const float *, const float *, int chunk,
                          int lane) {
-    TP_UNROLL for (int u = 0; u < STEPS; u++) add_unit(sum, shared, slot, chunk, u, lane);
+    const int turned = turn(lane), halves_turned = half_turn(lane);
+    if (K % STAGE_K && (chunk * 32 + lane) * STEPS >= K / 32) return;
+    u32 side[M][SIDES][STEPS];
+    TP_UNROLL for (int m = 0; m < M; m++)
+        TP_UNROLL for (int s = 0; s < SIDES; s++) load_side(side[m][s], shared, m, s, chunk, lane);
+    RowScales row[ITEM_ROWS];
+    TP_UNROLL for (int j = 0; j < ITEM_ROWS; j++) load_row_scales(row[j], slot, j, chunk, lane, turned);
+    float part[VALUES];
+    [[maybe_unused]] float min_part[VALUES];
+#if HAS_MIN && HAS_SUB
+    TP_UNROLL for (int m = 0; m < M; m++) {
+        float all = 0.0f;
+        TP_UNROLL for (int i = 0; i < SUMS * STEPS; i++) all += __uint_as_float(side[m][1 + i / STEPS][i % STEPS]);
+        TP_UNROLL for (int j = 0; j < ITEM_ROWS; j++) min_part[m * ITEM_ROWS + j] = -2.0f * all;
+    }
+#endif
+    TP_UNROLL for (int i = 0; i < STEPS; i++) {
+        const int group = lane * STEPS + (i ^ turned);
+        if (K / 32 % STEPS && chunk * 32 * STEPS + group >= K / 32) continue;
+        u32 in[M][TERMS][8];
+        TP_UNROLL for (int c = 0; c < M * TERMS * 2; c++) {
+            const uint4 v = ((const uint4 *)(shared + X_AT))[piece_index(c / 2, chunk, c % 2, i, lane)];
+            u32 *to = in[c / 2 / TERMS][c / 2 % TERMS] + c % 2 * 4;
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        }
+        TP_UNROLL for (int j = 0; j < ITEM_ROWS; j++) {
+            u32 quad[8];
+            load_quads(quad, slot + j * ROW_PLANE0 + group * LINE0, slot + STAGE_PLANE1 + j * ROW_PLANE1 + group * LINE1,
+                       halves_turned);
+            TP_UNROLL for (int m = 0; m < M; m++) {
+                const int v = m * ITEM_ROWS + j;
+                i32 start[HALVES];
+                TP_UNROLL for (int h = 0; h < HALVES; h++)
+                    start[h] = STARTS ? (i32)side[m][STARTS ? 1 + h : 0][i] : HAS_SUB ? 0 : BASE;
+                const float product = group_product(quad, in[m], start, row[j], i), scale = __uint_as_float(side[m][0][i]);
+                part[v] = i % SPAN ? fmaf(scale, product, part[v]) : scale * product;
+#if HAS_MIN && HAS_SUB
+                TP_UNROLL for (int h = 0; h < HALVES; h++)
+                    min_part[v] = fmaf(__uint_as_float(side[m][1 + h][i]), byte_float(row[j].min, HALVES * i + h), min_part[v]);
+#elif HAS_MIN
+                total[v] = fmaf(half_of(row[j].dmin, i), __uint_as_float(side[m][1][i]), total[v]);
+#elif HAS_ZEROS
+                part[v] = fmaf(-(float)byte_of(row[j].zero, i / SPAN), __uint_as_float(side[m][1][i]), part[v]);
+#endif
+                if (i % SPAN == SPAN - 1) total[v] = fmaf(half_of(row[j].d, i / SPAN), part[v], total[v]);
+            }
+        }
+    }
+#if HAS_MIN && HAS_SUB
+    TP_UNROLL for (int v = 0; v < VALUES; v++) total[v] = fmaf(half_of(row[v % ITEM_ROWS].dmin, 0), min_part[v], total[v]);
+#endif
 }
 
 #endif

@@ -90,6 +90,18 @@ TP_DEVICE u16 tp_to_bf16(float value) {
 /* Four products of signed bytes, added to c. */
 TP_DEVICE i32 tp_dp4a(u32 a, u32 b, i32 c) { return __dp4a((i32)a, (i32)b, c); }
 
+/* The same with the bytes of a unsigned. */
+TP_DEVICE i32 tp_dp4a_unsigned(u32 a, u32 b, i32 c) {
+#ifdef TP_HOST
+    for (int i = 0; i < 32; i += 8) c += (i32)(a >> i & 255) * (i8)(b >> i);
+    return c;
+#else
+    i32 sum;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+#endif
+}
+
 /* ---- global memory that an earlier kernel of the graph wrote: read past the L1 ---- */
 
 TP_DEVICE float4 tp_load4(const float *p) {
