@@ -295,7 +295,6 @@ class _BucketLowering(Lowering):
         x = self.place[norm.inputs[0] if norm else value]
         y, epilogue, n, produces = self._epilogue(op)
         bias = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
-        sensitive = op.name == self.graph.output or self.leads_to_attention(op)
         candidates = gemv.candidates(
             self.format(weight),
             n,
@@ -307,7 +306,7 @@ class _BucketLowering(Lowering):
             norm=norm is not None,
             eps=norm.number("eps") if norm else 0.0,
             bias=bool(bias),
-            terms=2 if sensitive else 1,
+            terms=1,
             device=self.device,
         )
         args = {"x": x, "norm": WeightRef(norm.weights[0]) if norm else 0, "w": WeightRef(weight), "bias": bias, "y": y}

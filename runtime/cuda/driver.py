@@ -198,11 +198,18 @@ class Driver:
         return self._keep("cuModuleUnload", self._call("cuModuleLoadData", image, where=f"kernel {name}"))
 
     def function(self, module: Any, symbol: str, dynamic_shared: int, name: str) -> Any:
-        """A kernel of a module, loaded now and allowed the dynamic shared memory it takes."""
+        """A kernel of a module, loaded now and allowed the dynamic shared memory it takes.
+
+        All kernels ask for the largest shared memory: kernels that want another division of the L1 cannot share a
+        multiprocessor, and the next one is to fetch its weights while this one runs.
+        """
         function = self._call("cuModuleGetFunction", module, symbol.encode(), where=f"kernel {name}")
+        attributes = self._cu.CUfunction_attribute
+        settings = [(attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)]
         if dynamic_shared:
-            attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, attribute, dynamic_shared, where=f"kernel {name}")
+            settings.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic_shared))
+        for attribute, value in settings:
+            self._call("cuFuncSetAttribute", function, attribute, value, where=f"kernel {name}")
         if hasattr(self._cu, "cuFuncLoad"):
             self._call("cuFuncLoad", function, where=f"kernel {name}")
         return function

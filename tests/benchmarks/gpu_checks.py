@@ -118,4 +118,4 @@ def _folded(logits: np.ndarray) -> np.ndarray:
     bits = logits.view(np.uint32).astype(np.uint64).reshape(len(logits), -1)
     odd = 2 * np.arange(bits.shape[1], dtype=np.uint64) + 1
     whole = (bits * odd * np.uint64(0x9E3779B97F4A7C15)).sum(axis=1)
-    return np.concatenate((whole.view(np.float64), logits[:, :64].astype(np.float64).reshape(-1)))
+    return np.concatenate(((whole >> np.uint64(12)).astype(np.float64), logits[:, :64].astype(np.float64).reshape(-1)))

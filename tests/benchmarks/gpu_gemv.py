@@ -65,10 +65,17 @@ def build() -> None:
             cubins[kernel.name] = cubin.data
             if cubin.resources.spill_bytes:
                 print("spills", kernel.name, cubin.resources)
-        shape = {"threads": kernel.threads, "shared": kernel.shared, "grid": candidate.grid[0], "bytes": candidate.nbytes}
+        shape = {
+            "threads": kernel.threads,
+            "shared": kernel.shared,
+            "grid": candidate.grid[0],
+            "bytes": candidate.nbytes,
+        }
         entries.append({"purpose": purpose, "name": kernel.name, **shape, **facts})
 
-    def made(format: str, n: int, k: int, m: int, epilogue: int, norm: int, tiles: Any = None, **more: Any) -> list[Any]:
+    def made(
+        format: str, n: int, k: int, m: int, epilogue: int, norm: int, tiles: Any = None, **more: Any
+    ) -> list[Any]:
         options = {"ldx": k, "ldy": n, "eps": 1e-5, "bias": False, "terms": 1, "device": DEVICE} | more
         return gemv.candidates(format, n, k, m, epilogue=epilogue, norm=bool(norm), tiles=tiles, **options)
 
@@ -285,7 +292,9 @@ def report(entries: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any
     return best
 
 
-def chain(gpu: Gpu, title: str, kernels: list[dict[str, Any]], layers: int, weights: Weights, buffers: list[int]) -> None:
+def chain(
+    gpu: Gpu, title: str, kernels: list[dict[str, Any]], layers: int, weights: Weights, buffers: list[int]
+) -> None:
     """The linear layers of a decode step in one graph: qkv, attention's stand-in, o, gate and up, down; the head."""
     hidden, norm, qkv, attended, gated, logits = buffers
     out, qkv_k, gate_up, down, head = kernels
@@ -329,7 +338,9 @@ def main() -> None:
     buffers = [gpu.upload(np.random.default_rng(i).standard_normal(1 << 18).astype(np.float32)) for i in range(6)]
     timed = time_all(gpu, [e for e in entries if e["purpose"] == "time"], weights, buffers)
     best = report(timed)
-    defaults = {(e["format"], e["n"], e["k"]): e for e in timed if e["default"] and e["m"] == 1 and e.get("terms", 1) == 1}
+    defaults = {
+        (e["format"], e["n"], e["k"]): e for e in timed if e["default"] and e["m"] == 1 and e.get("terms", 1) == 1
+    }
     for title, format, shapes, layers in (("8B q4_0", "q4_0", SHAPES_8B, 32), ("1B bf16", "bf16", SHAPES_1B, 16)):
         fastest = [best[format, n, k, 1, 1] for n, k, _, _ in shapes]
         chain(gpu, f"{title} best   ", fastest, layers, weights, buffers)

@@ -1,17 +1,19 @@
 """Decode matrix-vector kernels of the integer formats on a GPU: correctness, then time of single launches by tile.
 
-``--build`` compiles the kernels for the H200 into ``build/gpu/gemv_formats`` (no GPU needed); without arguments they run:
-against float64, then each shape in a chain of dependent launches with weights rotated past the L2. Running needs numpy
-and cuda.bindings alone.
+``--build`` compiles the kernels for the H200 into ``build/gpu/gemv_formats`` (no GPU needed); without arguments they
+run: against float64, then each shape in a chain of dependent launches with weights rotated past the L2. Running needs
+numpy and cuda.bindings alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
-import zipfile
+import tarfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_gemv import ARCH, DEVICE, READS, ROOT, Gpu, Weights, _tapeout, check  # noqa: E402
+from gpu_gemv import ARCH, DEVICE, READS, ROOT, Gpu, Weights, _tapeout, check
 
-BUILT = ROOT / "build" / "gpu" / "gemv_formats" / "gemv_formats.zip"
+BUILT = ROOT / "build" / "gpu" / "gemv_formats" / "gemv_formats.tar.xz"
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 FORMATS += ("int4_g32", "int4_g64", "int4_g128", "int4_g128_zp")
 WIDE = ("q4_0", "q8_0", "q4_k", "q6_k")
 """Formats that also run with a large head, with M of 2 and 4, and in more tiles."""
+Shape = tuple[int, int, int]
 GATED, DOWN, OUT, HEAD = (14336, 4096, 2), (4096, 14336, 1), (4096, 4096, 1), (128256, 4096, 0)
 TILES = {
     GATED: ((1, 4, 8), (1, 2, 16), (1, 2, 8), (2, 2, 8)),
@@ -36,49 +39,77 @@ TILES = {
 """Rows, steps and warps of a tile by N, K and epilogue."""
 
 
-def build() -> None:
-    """Compile all kernels; prints spills."""
-    _tapeout()
-    from gemv_cases import Case
-    from tapeout.compiler.kernels.cuda import gemv, nvrtc
+class Builder:
+    """Kernels to compile by name, and an entry for each use of one."""
 
-    entries: list[dict[str, Any]] = []
-    kernels: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.kernels: dict[str, Any] = {}
 
-    def add(purpose: str, shape: tuple[int, int, int], format: str, tile: Any, m: int, terms: int, **facts: Any) -> None:
+    def add(
+        self, shape: tuple[int, int, int], format: str, tile: Sequence[int], m: int, terms: int, case: Any = None
+    ) -> None:
+        """A kernel to time, or to check on a ``gemv_cases.Case``."""
+        from tapeout.compiler.kernels.cuda import gemv
+
         n, k, epilogue = shape
-        options = {"ldx": k, "ldy": n, "eps": 1e-5, "bias": False, "device": DEVICE, "tiles": [gemv.Tile(*tile)]}
-        norm = purpose == "check" or shape in (GATED, HEAD)
+        tiles, norm = [gemv.Tile(*tile, blocks=1, ring=200_000)], case is not None or shape in (GATED, HEAD)
+        options = {"ldx": k, "ldy": n, "eps": 1e-5, "bias": False, "device": DEVICE, "tiles": tiles}
         for made in gemv.candidates(format, n, k, m, epilogue=epilogue, norm=norm, terms=terms, **options):
-            kernels[made.kernel.name] = made.kernel
-            sizes = {"threads": made.kernel.threads, "shared": made.kernel.shared, "grid": made.grid[0]}
-            what = {"format": format, "shape": shape, "m": m, "terms": terms, "tile": tile, "bytes": made.nbytes}
-            entries.append({"purpose": purpose, "name": made.kernel.name} | sizes | what | facts)
+            self.kernels[made.kernel.name] = made.kernel
+            entry = {"name": made.kernel.name, "threads": made.kernel.threads, "shared": made.kernel.shared}
+            entry |= {"grid": made.grid[0], "bytes": made.nbytes, "format": format, "shape": shape, "m": m}
+            self.entries.append(entry | {"terms": terms, "tile": tile, "case": vars(case) if case else None})
 
+    def compile(self) -> dict[str, bytes]:
+        """Cubins by name; prints spills."""
+        from tapeout.compiler.kernels.cuda import nvrtc
+
+        with ThreadPoolExecutor(2) as pool:
+            cubins = list(pool.map(lambda kernel: nvrtc.compile_cuda(kernel, ARCH), self.kernels.values()))
+        for name, cubin in zip(self.kernels, cubins, strict=True):
+            if cubin.resources.spill_bytes:
+                print("spills", name, cubin.resources.spill_bytes, "bytes")
+        return {name: cubin.data for name, cubin in zip(self.kernels, cubins, strict=True)}
+
+
+def build() -> None:
+    """Compile all kernels."""
+    _tapeout()
+    builder = Builder()
     for i, format in enumerate(FORMATS):
-        for steps in (1, 2, 4):
-            case = Case(format, 300, (5376, 4096)[i % 2], (1, 2, 4)[steps // 2], i % 4, True, terms=1 + steps % 2)
-            tile = (1, steps, 8, 1, 200_000)
-            add("check", (case.n, case.k, case.epilogue), format, tile, case.m, case.terms, case=vars(case))
+        _add_checks(builder, i, format)
         for shape, tiles in TILES.items():
-            if shape == HEAD and format not in WIDE:
-                continue
-            for warps_tile in tiles[: 4 if format in WIDE else 3]:
-                add("time", shape, format, (*warps_tile, 1, 200_000), 1, 1)
-            for m, terms in ((1, 2), (2, 1), (4, 1), (4, 2))[: 4 if format in WIDE else 1]:
-                for rows_tile in tiles[: 3 if format in WIDE else 2]:
-                    add("time", shape, format, (*rows_tile, 1, 200_000), m, terms)
-    with ThreadPoolExecutor(2) as pool:
-        cubins = dict(zip(kernels, pool.map(lambda kernel: nvrtc.compile_cuda(kernel, ARCH), kernels.values()), strict=True))
-    for name, cubin in cubins.items():
-        if cubin.resources.spill_bytes:
-            print("spills", name, cubin.resources.spill_bytes, "bytes")
+            if shape != HEAD or format in WIDE:
+                _add_times(builder, shape, format, tiles)
+    files = {"meta.json": json.dumps(builder.entries).encode(), **builder.compile()}
     BUILT.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(BUILT, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as out:
-        out.writestr("meta.json", json.dumps(entries))
-        for name, cubin in cubins.items():
-            out.writestr(name, cubin.data)
-    print(f"{len(cubins)} kernels, {BUILT.stat().st_size / 1e6:.1f} MB")
+    with tarfile.open(BUILT, "w:xz") as out:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+    print(f"{len(builder.kernels)} kernels, {BUILT.stat().st_size / 1e6:.1f} MB")
+
+
+def _add_checks(builder: Builder, index: int, format: str) -> None:
+    from gemv_cases import Case
+
+    for steps in (1, 2, 4):
+        m, terms = (1, 2, 4)[steps // 2], 1 + steps % 2
+        case = Case(format, 300, (5376, 4096)[index % 2], m, index % 4, True, terms=terms)
+        builder.add((case.n, case.k, case.epilogue), format, (1, steps, 8), m, terms, case)
+
+
+def _add_times(
+    builder: Builder, shape: tuple[int, int, int], format: str, tiles: Sequence[tuple[int, int, int]]
+) -> None:
+    wide = format in WIDE
+    for tile in tiles[: 4 if wide else 3]:
+        builder.add(shape, format, tile, 1, 1)
+    for m, terms in ((1, 2), (2, 1), (4, 1), (4, 2))[: 4 if wide else 1]:
+        for tile in tiles[: 3 if wide else 2]:
+            builder.add(shape, format, tile, m, terms)
 
 
 def time_all(gpu: Gpu, entries: list[dict[str, Any]]) -> None:
@@ -117,14 +148,14 @@ def main() -> None:
         return build()
     _tapeout()
     gpu = Gpu()
-    with zipfile.ZipFile(BUILT) as archive:
-        entries = json.loads(archive.read("meta.json"))
-        shared = {entry["name"]: entry["shared"] for entry in entries}
-        for name in archive.namelist():
-            if name != "meta.json":
-                gpu.load(name, archive.read(name), shared[name])
-    check(gpu, [entry for entry in entries if entry["purpose"] == "check"])
-    timed = [entry for entry in entries if entry["purpose"] == "time"]
+    with tarfile.open(BUILT) as archive:
+        files = {member.name: archive.extractfile(member).read() for member in archive}  # pyright: ignore[reportOptionalMemberAccess]
+    entries = json.loads(files.pop("meta.json"))
+    shared = {entry["name"]: entry["shared"] for entry in entries}
+    for name, data in files.items():
+        gpu.load(name, data, shared[name])
+    check(gpu, [entry for entry in entries if entry["case"]])
+    timed = [entry for entry in entries if not entry["case"]]
     time_all(gpu, timed)
     report(timed)
     if "OUT" in os.environ:

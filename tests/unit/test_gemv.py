@@ -20,7 +20,10 @@ DEVICE = SimpleNamespace(sm_count=2, shared_per_block=101_376)
 
 CASES = [
     *(Case(name, 20, 768, m=1 + i % 2) for i, name in enumerate(sorted(FORMATS))),
-    *(Case(name, 37, 2816, norm=True, tile=(2, 2, 4)) for name in ("q4_0", "q8_0", "q6_k", "q4_k", "bf16", "fp8_block128")),
+    *(
+        Case(name, 37, 2816, norm=True, tile=(2, 2, 4))
+        for name in ("q4_0", "q8_0", "q6_k", "q4_k", "bf16", "fp8_block128")
+    ),
     Case("q4_0", 40, 576, m=4, epilogue=1, norm=True, bias=True, pad=4),
     Case("q4_0", 21, 640, terms=1, epilogue=2, norm=True),
     Case("q5_k", 12, 512, m=2, epilogue=3, bias=True, pad=12, tile=(2, 1, 4)),
@@ -31,6 +34,11 @@ CASES = [
     Case("q3_k", 3, 256, m=4, terms=1, tile=(1, 1, 2)),
     Case("fp8", 130, 1536, m=2, epilogue=3),
     Case("int4_g128_zp", 18, 1536, m=4, epilogue=2, norm=True),
+    *(
+        Case(name, 7, 4352, m=1 + i % 2, norm=True, tile=(1 + i % 2, 4, 2))
+        for i, name in enumerate(("q6_k", "q5_k", "q2_k"))
+    ),
+    *(Case(name, 7, 4416, tile=(2, 4, 2)) for name in ("q4_1", "q8_0", "int4_g64")),
 ]
 
 

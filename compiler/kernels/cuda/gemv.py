@@ -24,6 +24,7 @@ RING_TARGET = 100_000
 """Shared bytes of a block: two kernels in a row then fit a multiprocessor, and the second fills its ring early."""
 RING_LEAST = 32_768
 INTEGER_STEPS = (1, 2, 4)
+"""Groups of 32 a lane can have of a stage, for integer codes."""
 STAGES = 8
 """At most so many stages a ring: more do not put more bytes on their way."""
 
@@ -32,9 +33,14 @@ class GpuDevice(Protocol):
     """What of a device profile decides a kernel's shape."""
 
     @property
-    def sm_count(self) -> int: ...
+    def sm_count(self) -> int:
+        """Multiprocessors."""
+        ...
+
     @property
-    def shared_per_block(self) -> int: ...
+    def shared_per_block(self) -> int:
+        """Bytes of shared memory that a block may use."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -183,14 +189,12 @@ def _window(at: int, piece: int, chunks: int) -> int:
 
 def _tiles(problem: Problem, weight: Weight, device: GpuDevice) -> list[Tile]:
     """Few rows an item while there are fewer items than warps: then all warps have bytes on their way."""
-    warps = 8
-    most = 2 if problem.gated or problem.m == 4 else 4
+    warps = 16
+    most = 1 if problem.gated else 2
     fair = max(1, problem.n // (device.sm_count * warps))
     rows = min(most, 1 << (fair.bit_length() - 1))
-    stage = weight.unit * 32
-    steps = 2 if stage * 2 <= problem.k and rows * weight.plane_units[0] * 32 < 2048 else 1
-    other = max(1, rows // 2) if rows > 1 else 2
-    return [Tile(rows, steps, warps), Tile(other, steps, warps)]
+    steps = 2 if weight.unit * 64 <= problem.k else 1
+    return [Tile(rows, steps, warps), Tile(rows, 1, warps), Tile(rows, steps, 8), Tile(1, 1, 8)]
 
 
 def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) -> Candidate | None:

@@ -75,7 +75,7 @@ def _distribution() -> importlib.metadata.Distribution:
         return importlib.metadata.distribution(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise TapeoutError(
-            f"compiling for a GPU needs the {PACKAGE} package, which is not installed; pip install 'tapeout[compiler,gpu]'"
+            f"compiling for a GPU needs the package {PACKAGE}, which is not there; pip install 'tapeout[compiler,gpu]'"
         ) from None
 
 

@@ -105,7 +105,7 @@ def _combine(part, out, used, G: tl.constexpr, D: tl.constexpr, SPLITS: tl.const
     peak = tl.where(g < G, tl.max(tops, 0), 0.0)
     total = tl.sum(totals * tl.exp2(tops - peak[None, :]), 0)
     acc = tl.zeros((GP, D), tl.float32)
-    for first in tl.static_range(0, SPLITS, CHUNK):
+    for first in range(0, used, CHUNK):
         c = first + tl.arange(0, CHUNK)
         row = (c < used)[:, None] & (g < G)[None, :]
         w = tl.load(

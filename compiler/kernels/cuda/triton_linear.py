@@ -166,10 +166,10 @@ def _codes(
     if BITS == 8:
         return ((codes ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
-        codes = (codes >> (BITS * part)) & ((1 << BITS) - 1)
+        codes = (codes >> (BITS * part)) & ((1 << BITS) - 1)  # pyright: ignore
         if HIGH:
             shift = (BITS * part + column // 4) // HIGH * HIGH
-            codes |= ((high.to(tl.int32) >> shift) & ((1 << HIGH) - 1)) << LOW
+            codes |= ((high.to(tl.int32) >> shift) & ((1 << HIGH) - 1)) << LOW  # pyright: ignore
         return (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 
@@ -227,7 +227,7 @@ def linear(
     rows = tl.load(counts + COUNT_INDEX)
     tiles_m = (rows + BM - 1) // BM
     pid = tl.program_id(0)
-    tile_m, tile_n = _tile(pid, tiles_m, TILES_N, GROUP_M)
+    tile_m, tile_n = _tile(pid, tiles_m, TILES_N, GROUP_M)  # pyright: ignore
     w_row = _weight_rows(tile_n * OUT, N, BN, GATED, SWAP)
     ROW_BYTES: tl.constexpr = K * w.dtype.element_ty.primitive_bitwidth // 8 if ELEMENT == "float" else MAIN_ROW
     if AHEAD and PDL and not INTERPRET:

@@ -143,7 +143,16 @@ TP_DEVICE float half_of(const u32 *words, int i) {
     return tp_f16((u16)(i % 2 ? word >> 16 : word));
 }
 
-TP_DEVICE i32 byte_of(const u32 *words, int i) { return (i32)(i8)(words[i / 4] >> (8 * (i % 4))); }
+/* The signed byte i: in one instruction, which the compiler does not find. */
+TP_DEVICE i32 byte_of(const u32 *words, int i) {
+#ifdef TP_HOST
+    return (i8)(words[i / 4] >> (8 * (i % 4)));
+#else
+    i32 value;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(value) : "r"(words[i / 4]), "r"(0x8880 + 0x1111 * (i % 4)));
+    return value;
+#endif
+}
 
 /* 2 + byte / 64 for a byte up to 127: no conversion, and the 2 is taken off for all rows at once. */
 TP_DEVICE float byte_float(const u32 *words, int i) {
@@ -190,7 +199,26 @@ TP_DEVICE u32 tp_bits(u32 word, int from, int to, u32 mask) {
     return (from > to ? word >> (from - to) : word << (to - from)) & mask;
 }
 
-/* The codes of a group, as bytes. To spare shifts some stay where they are: with 4 bits quads 4 to 7 are 16 times the
+/* The word as it is; the compiler must not take it apart again. */
+TP_DEVICE u32 keep(u32 word) {
+#ifndef TP_HOST
+    asm("" : "+r"(word));
+#endif
+    return word;
+}
+
+/* Low half of every byte from `low`, the other from `high`: one instruction, which the compiler would make two. */
+TP_DEVICE u32 low_nibbles(u32 low, u32 high) {
+#ifdef TP_HOST
+    return (low & 0x0f0f0f0fu) | (high & 0xf0f0f0f0u);
+#else
+    u32 both;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(both) : "r"(0x0f0f0f0fu), "r"(low), "r"(high));
+    return both;
+#endif
+}
+
+/* The codes of a group, as bytes. Bits of a second plane are masked for quads q and q ^ 4 at once. To spare shifts some stay where they are: with 4 bits quads 4 to 7 are 16 times the
  * codes; with 2 and 3 bits quads 2, 3, 6 and 7 are 4 times the codes. p0 and p1: its lines in the two planes. */
 TP_DEVICE void load_quads(u32 (&quad)[8], const u8 *p0, const u8 *p1, int halves_turned) {
 #if BITS == 8
@@ -202,15 +230,19 @@ TP_DEVICE void load_quads(u32 (&quad)[8], const u8 *p0, const u8 *p1, int halves
     const u32 words[4] = { w.x, w.y, w.z, w.w };
 #if BITS == 4
     TP_UNROLL for (int q = 0; q < 8; q++) quad[q] = words[q % 4] & (q < 4 ? 0x0f0f0f0fu : 0xf0f0f0f0u);
-#else
-    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] = tp_bits(words[q % 4], q / 4 * 4, 0, 0x0f0f0f0fu);
 #endif
 #if BITS == 6
     const uint2 high = *(const uint2 *)p1;
-    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] |= tp_bits(q % 2 ? high.y : high.x, q / 2 * 2, 4, 0x30303030u);
+    const u32 pairs[4] = { keep(high.x & 0x33333333u), keep(high.y & 0x33333333u), keep(high.x & 0xccccccccu),
+                           keep(high.y & 0xccccccccu) };
+    TP_UNROLL for (int q = 0; q < 8; q++)
+        quad[q] = low_nibbles(words[q % 4] >> q / 4 * 4, tp_bits(pairs[q % 4], q / 2 * 2, 4, ~0u));
 #elif BITS == 5
     const u32 high = *(const u32 *)p1;
-    TP_UNROLL for (int q = 0; q < 8; q++) quad[q] |= tp_bits(high, q, 4, 0x10101010u);
+    const u32 pairs[4] = { keep(high & 0x11111111u), keep(high & 0x22222222u), keep(high & 0x44444444u),
+                           keep(high & 0x88888888u) };
+    TP_UNROLL for (int q = 0; q < 8; q++)
+        quad[q] = low_nibbles(words[q % 4] >> q / 4 * 4, tp_bits(pairs[q % 4], q, 4, ~0u));
 #endif
 #else
     const uint2 w = *(const uint2 *)p0;

@@ -199,7 +199,8 @@ TP_DEVICE float activated(float gate) {
     return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
-TP_ENTRY void TP_BOUNDS(THREADS, 1) TP_KERNEL(const float *x, const float *norm, const u8 *w, const float *bias, float *y) {
+/* Two kernels of 512 threads share a multiprocessor: the next fills its ring while this one runs. */
+TP_ENTRY void TP_BOUNDS(THREADS, THREADS > 512 ? 1 : 1024 / THREADS) TP_KERNEL(const float *x, const float *norm, const u8 *w, const float *bias, float *y) {
     TP_SHARED(shared);
     tp_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
