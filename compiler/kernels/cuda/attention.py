@@ -1,7 +1,7 @@
 """Attention on a GPU: the kernel instances for a layer's shape, their launch shapes, costs and scratch memory.
 
 ``attention_decode`` takes one row a sequence, normalises and rotates its query and key, writes key and value to their
-page and attends, split over the live keys (src/attention.cu; an older one in Triton is the fallback);
+page and attends, split over the live keys (triton_attention.py, or src/attention.cu);
 ``attention_prefill`` takes a chunk of one sequence whose keys and values are in the pool already (triton_attention.py).
 """
 
@@ -119,17 +119,20 @@ def counter_bytes(shape: Attention, sequences: int) -> int:
 
 
 def decode(shape: Attention, sequences: int, sm_count: int, context: int, out: Out) -> list[Candidate]:
-    """Kernels for one row of each of ``sequences``; costs are those of ``context`` live keys a sequence."""
+    """Kernels for one row of each of ``sequences``; costs are those of ``context`` live keys a sequence.
+
+    The Triton kernels come first: the CUDA kernel has run on no GPU yet, only emulated and as one block a cluster.
+    """
     live = min(context, shape.window) if shape.window else context
     nbytes = sequences * live * shape.kv_heads * shape.head_dim * 4
     operations = 4 * sequences * live * shape.heads * shape.head_dim
     found: list[Candidate] = []
-    for blocks, count in _spreads(shape, sequences, sm_count):
-        kernel = cuda_decode_kernel(shape, count, blocks, out)
-        found.append(Candidate(kernel, (count, shape.kv_heads, sequences), nbytes, operations, "bf16"))
     for tile in DECODE_TILES:
         count = splits(shape, sequences, sm_count, tile.keys)
         kernel = decode_kernel(shape, count, tile, out)
+        found.append(Candidate(kernel, (count, shape.kv_heads, sequences), nbytes, operations, "bf16"))
+    for blocks, count in _spreads(shape, sequences, sm_count):
+        kernel = cuda_decode_kernel(shape, count, blocks, out)
         found.append(Candidate(kernel, (count, shape.kv_heads, sequences), nbytes, operations, "bf16"))
     return found
 
@@ -228,9 +231,9 @@ def examples() -> list[GpuKernel]:
     gemma = _plain(4, 1, 256, window=512, qk_norm=True)
     odd = _plain(9, 3, 64, rope=False)
     return [
-        cuda_decode_kernel(llama, 16, Blocks(), "f32"),
+        cuda_decode_kernel(llama, 16, Blocks(resident=1), "f32"),
         cuda_decode_kernel(llama, 1, Blocks(cluster=1), "bf16"),
-        cuda_decode_kernel(_plain(64, 8, 128), 16, Blocks(), "f32"),
+        cuda_decode_kernel(_plain(64, 8, 128), 16, Blocks(resident=1), "f32"),
         cuda_decode_kernel(_plain(16, 1, 128), 64, Blocks(warps=4, resident=1), "f32"),
         cuda_decode_kernel(gemma, 4, Blocks(cluster=4, resident=1), "f32"),
         cuda_decode_kernel(odd, 40, Blocks(tiles=2, resident=1), "f16"),
@@ -286,8 +289,8 @@ def _spreads(shape: Attention, sequences: int, sm_count: int) -> list[tuple[Bloc
         keys = min(keys, shape.window + 16)
     wanted = max(1, min(wanted, MAX_SPLITS, -(-keys // (16 * warps))))
     cluster = next(size for size in (8, 4, 2, 1) if size <= wanted)
-    resident = 16 // warps if shape.head_dim <= 128 and group <= 8 else 1
-    return [(Blocks(warps, cluster, resident=resident), wanted // cluster * cluster)]
+    best = 16 // warps if shape.head_dim <= 128 and group <= 8 else 1
+    return [(Blocks(warps, cluster, resident=n), wanted // cluster * cluster) for n in dict.fromkeys((best, 1))]
 
 
 def _plain(

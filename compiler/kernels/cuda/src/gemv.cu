@@ -200,7 +200,7 @@ TP_DEVICE float activated(float gate) {
 }
 
 /* Two kernels of 512 threads share a multiprocessor: the next fills its ring while this one runs. */
-TP_ENTRY void TP_BOUNDS(THREADS, THREADS > 512 ? 1 : 1024 / THREADS) TP_KERNEL(const float *x, const float *norm, const u8 *w, const float *bias, float *y) {
+TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : THREADS > 256 ? 2 : 3) TP_KERNEL(const float *x, const float *norm, const u8 *w, const float *bias, float *y) {
     TP_SHARED(shared);
     tp_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
