@@ -90,7 +90,9 @@ class FakeCuda:
         self.CUdevice_attribute = SimpleNamespace(
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
         )
-        self.CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+        self.CUfunction_attribute = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9
+        )
         self.CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
         self.CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
         self.CUlaunchConfig = self.CUlaunchAttribute = self.CUlaunchAttributeValue = Config
@@ -315,7 +317,8 @@ class FakeCuda:
         return 0, Handle(0, symbol=symbol.decode(), params=params, dynamic=48 << 10)
 
     def cuFuncSetAttribute(self, function: Any, attribute: int, value: int) -> tuple[int]:
-        function.dynamic = value
+        if attribute == self.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
+            function.dynamic = value
         return (0,)
 
     def cuFuncLoad(self, function: Any) -> tuple[int]:
