@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "cuda_host"))
 from cuda_host import EARLY, run, supported
 from test_triton_attention import Decode, error, make_shape
 from triton_interpret import bf16_values

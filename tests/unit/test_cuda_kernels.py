@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes as C
-import sys
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from cuda_host import Argument, LaunchError, run, supported
 
 from tapeout.compiler.emit.pack import pack_planes
 from tapeout.compiler.formats import FORMATS
@@ -17,9 +17,6 @@ from tapeout.compiler.kernels.cuda.attention import Attention
 from tapeout.compiler.kernels.cuda.base import Candidate, GpuKernel, Param
 from tapeout.compiler.kernels.toolchain import Unit, build_libraries
 from tapeout.runtime.cpu import Sampling
-
-sys.path.insert(0, str(Path(__file__).parent / "cuda_host"))
-from cuda_host import Argument, LaunchError, run, supported
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -111,7 +108,7 @@ def test_rmsnorm_matches_float64(k: int, rows: int, out: str) -> None:
     ldx = k + 4
     x, weight = random(rows, ldx), random(k, seed=1)
     y = poison(rows + 1, k, kind=out)
-    kernel = small.rmsnorm(k, ldx, 1e-5, out, rows + 1, None, 2)
+    kernel = small.rmsnorm(k, ldx, 1e-5, out, rows + 1, 2)
     launch(kernel, x=x, weight=weight, y=y, counts=counts(0, rows))
     close(y[:rows], rmsnorm(x[:, :k], weight, 1e-5), HALF_ULP[out])
     assert np.isnan(floats(y[rows:])).all()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import cuda_host
 import numpy as np
 import pytest
-from cuda_host import cuda_host
 from gemv_cases import EPS, Case, arrays_of, error
 
+from tapeout.compiler.devices import CudaDevice, load_device
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.kernels.cuda import gemv
-from tapeout.compiler.kernels.cuda.base import Candidate
+from tapeout.compiler.kernels.cuda import gemv, toolchain
+from tapeout.compiler.kernels.cuda.base import Candidate, Cubin
 
 pytestmark = pytest.mark.skipif(not cuda_host.supported(), reason="the emulation needs AVX2, FMA and F16C")
 
@@ -42,7 +45,7 @@ CASES = [
 ]
 
 
-def _candidates(case: Case, device: SimpleNamespace = DEVICE) -> list[Candidate]:
+def _candidates(case: Case, device: Any = DEVICE) -> list[Candidate]:
     return gemv.candidates(
         case.format,
         case.n,
@@ -70,3 +73,17 @@ def test_products_against_float64(case: Case) -> None:
     cuda_host.run(candidate.kernel, candidate.grid, {**dict.fromkeys(arrays), **given})
     assert error(case, arrays["y"], reference) < case.tolerance
     assert np.array_equal(arrays["y"][:, case.n :], outside, equal_nan=True), "columns outside were written"
+
+
+@pytest.mark.parametrize("device", ["h200", "rtx-pro-6000"])
+def test_a_real_shape_has_a_tile_that_fits_without_spills(device: str, tmp_path: Path) -> None:
+    profile = load_device(device)
+    assert isinstance(profile, CudaDevice)
+    cases = [Case(name, 4096, 4096, epilogue=2, norm=True, terms=1) for name in ("bf16", "q4_0", "q4_k", "q6_k")]
+    cases += [Case(name, 4096, 14336, epilogue=1, terms=1) for name in ("q8_0", "int4_g128", "fp8_block128")]
+    offered = {case.format: _candidates(case, profile) for case in cases}
+    kernels = [candidate.kernel for candidates in offered.values() for candidate in candidates]
+    built = toolchain.build(kernels, profile.arch, profile, tmp_path)
+    for format, candidates in offered.items():
+        fitting = [one for one in candidates if isinstance(built[one.kernel.name], Cubin)]
+        assert fitting, (format, [built[one.kernel.name] for one in candidates])
