@@ -39,6 +39,25 @@ class Rectangle:
         return (self.rows - 1) * self.pitch + self.width
 
 
+FLOAT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+X8_GROUP = 44  # bytes of 32 quantized activations: codes, scale and sums
+
+
+def output_part(launch: Mapping[str, Any], rows: int) -> Rectangle:
+    """What a launch of the plan writes of its output for ``rows`` rows; x8 activations (tapeout_cpu.h) as a whole."""
+    output, width = launch["output"], output_width(launch)
+    if output["kind"] == "x8":
+        nbytes = -(-width // 32) * output["cap"] * output["terms"] * X8_GROUP
+        return Rectangle(1, nbytes, nbytes)
+    size = FLOAT_BYTES[output["kind"]]
+    return Rectangle(rows, size * width, size * output["stride"])
+
+
+def output_width(launch: Mapping[str, Any]) -> int:
+    """Columns of a launch's output that hold values."""
+    return max(made["columns"][1] for made in launch["produces"])
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes of device memory. ``planned`` is what the plan says, ``used`` what the device lost since before the load.

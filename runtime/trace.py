@@ -8,11 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tapeout.runtime.backend import Backend, LaunchList, Rectangle
+from tapeout.runtime.backend import FLOAT_BYTES, Backend, LaunchList, output_part, output_width
 from tapeout.runtime.model import Traced
-
-SIZES = {"f32": 4, "bf16": 2, "f16": 2}
-X8_GROUP = 44  # bytes of 32 quantized activations: codes, scale and sums
 
 
 def trace_launches(backend: Backend, launches: LaunchList, rows: int) -> Iterator[Traced]:
@@ -23,22 +20,13 @@ def trace_launches(backend: Backend, launches: LaunchList, rows: int) -> Iterato
             backend.run_one(launches, index)
             continue
         arg = launch["args"][output["arg"]]
-        width = max(made["columns"][1] for made in launch["produces"])
-        part = _part(output, rows, width)
+        part = output_part(launch, rows)
         if not output["in_place"]:
             backend.poison(arg, part)
         backend.run_one(launches, index)
-        values = _values(backend.read(arg, part), output, rows, width)
+        values = _values(backend.read(arg, part), output, rows, output_width(launch))
         produces = tuple((made["op"], *made["columns"]) for made in launch["produces"])
         yield Traced(launches.name, index, launch["kernel"], launch["op"], produces, values)
-
-
-def _part(output: Mapping[str, Any], rows: int, width: int) -> Rectangle:
-    if output["kind"] == "x8":
-        nbytes = -(-width // 32) * output["cap"] * output["terms"] * X8_GROUP
-        return Rectangle(1, nbytes, nbytes)
-    size = SIZES[output["kind"]]
-    return Rectangle(rows, size * width, size * output["stride"])
 
 
 def _values(raw: npt.NDArray[np.uint8], output: Mapping[str, Any], rows: int, width: int) -> npt.NDArray[np.float32]:
@@ -46,7 +34,7 @@ def _values(raw: npt.NDArray[np.uint8], output: Mapping[str, Any], rows: int, wi
     kind, stride = output["kind"], output.get("stride", width)
     if kind == "x8":
         return _x8(raw, output, rows, width)
-    size = SIZES[kind]
+    size = FLOAT_BYTES[kind]
     flat = raw.view({"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[kind])
     matrix = np.lib.stride_tricks.as_strided(flat, (rows, width), (size * stride, size))
     if kind == "bf16":

@@ -3,7 +3,8 @@
 //   int tp_encode(int format, const float *src, uint8_t *dst, int64_t rows, int64_t k);
 //   int tp_decode(int format, const uint8_t *src, float *dst, int64_t rows, int64_t k);
 //
-// `format` is the GGUF type id, or a number of formats that GGUF does not have (blocks.h). Rows lie one after another without padding; both return 0, or:
+// `format` is the GGUF type id, or the number of a format that GGUF does not have (blocks.h). Rows lie one after
+// another without padding; both return 0, or:
 //   1  the format is unknown, or is one that cannot be written
 //   2  k is not a whole number of blocks
 //   3  the input holds a NaN or an infinity

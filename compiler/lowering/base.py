@@ -10,12 +10,23 @@ from tapeout.compiler.stages import Buffer, Decision, FusedModel, PackedWeight, 
 HIDDEN = "hidden"
 
 
+def packed(fused: FusedModel, layouts: dict[str, str]) -> tuple[PackedWeight, ...]:
+    """Every weight in its layout (``raw`` where none is given); vectors last, so that padding to pages lies before."""
+    weights: list[PackedWeight] = []
+    slots = fused.graph.slots
+    for name, recipe in fused.recipes:
+        layout = layouts.get(name, "raw")
+        nbytes = packed_bytes(recipe.shape, recipe.format, layout)
+        weights.append(PackedWeight(name, Pack(recipe, layout), slots[name].axes, layout, nbytes))
+    return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
+
+
 class Lowering:
     """Walks the program once. ``place`` says where each value lies; absorbed values get no launch of their own."""
 
     def __init__(self, fused: FusedModel) -> None:
         self.graph, self.fused = fused.graph, fused
-        self.recipes = dict(fused.recipes)
+        self.recipes, self.slots = dict(fused.recipes), fused.graph.slots
         self.consumers = fused.graph.consumers()
         self.producer = {name: op for op in fused.graph.ops for name, _ in op.outputs}
         self.place: dict[str, Span] = {}
@@ -27,15 +38,6 @@ class Lowering:
         """Lower one op unless a launch before it did."""
         if op.name not in self.done:
             getattr(self, f"_{op.kind}")(op)
-
-    def packed(self, layouts: dict[str, str]) -> tuple[PackedWeight, ...]:
-        """Every weight in its layout; large ones first, so that all padding to pages lies before the vectors."""
-        weights: list[PackedWeight] = []
-        for name, recipe in self.recipes.items():
-            layout = layouts.get(name, "raw")
-            nbytes = packed_bytes(recipe.shape, recipe.format, layout)
-            weights.append(PackedWeight(name, Pack(recipe, layout), self.graph.slots[name].axes, layout, nbytes))
-        return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
 
     def f32_buffer(self, name: str, columns: int, *, pinned: bool = False) -> Span:
         """A float32 buffer, made if it is new."""

@@ -8,7 +8,7 @@ from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import embed, linear, simple
 from tapeout.compiler.kernels.base import x8_bytes
 from tapeout.compiler.layouts import TILE_ROWS, packed_bytes, tile16_holds
-from tapeout.compiler.lowering.base import HIDDEN, Lowering
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, packed
 from tapeout.compiler.lowering.buckets import cpu_buckets
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
@@ -68,7 +68,7 @@ class _CpuLowering(Lowering):
         return SelectedModel(
             fused=self.fused,
             kernels=tuple(self.kernels[name] for name in sorted(self.kernels)),
-            weights=self.packed({name: linear.LAYOUT for name, r in self.recipes.items() if len(r.shape) == 2}),
+            weights=packed(self.fused, {name: linear.LAYOUT for name, r in self.recipes.items() if len(r.shape) == 2}),
             buffers=tuple(self.buffers.values()),
             programs=tuple(
                 Program(phase, rows, tuple(self.launches if phase == "head" else body))
@@ -167,7 +167,7 @@ class _CpuLowering(Lowering):
         weight = op.weights[0]
         format = self.format(weight)
         kernel = linear.kernel(format)
-        k = self.graph.slots[weight].shape[1]
+        k = self.slots[weight].shape[1]
         x = self._x8(op.inputs[0], op) if linear.takes_x8(format) else self.place[op.inputs[0]]
         y, epilogue, n, produces = self._epilogue(op)
         bias: Arg = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0

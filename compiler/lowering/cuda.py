@@ -6,15 +6,16 @@ the way. Larger steps feed tensor cores: inputs of linear layers are bf16 (f16 o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tapeout.compiler.devices import CudaDevice
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels.cuda import attention, gemv, linear, small
-from tapeout.compiler.kernels.cuda.base import Candidate
-from tapeout.compiler.lowering.base import HIDDEN, Lowering
+from tapeout.compiler.kernels.cuda.base import ADD, FLOAT_BYTES, GATED, STORE, Candidate
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, packed
 from tapeout.compiler.lowering.buckets import HEAD_ROWS, cuda_buckets
 from tapeout.compiler.lowering.choice import Choices, KernelBuilder, Pending
 from tapeout.compiler.spec import Serving
@@ -37,9 +38,6 @@ from tapeout.compiler.stages import (
 from tapeout.runtime.errors import TapeoutError
 
 GEMV_ROWS = (1, 2, 4)
-STORE, ADD = 0, 1
-GATED = {"silu": 2, "gelu_tanh": 3}
-BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 
 
 def lower_cuda(
@@ -58,14 +56,13 @@ def lower_cuda(
     drafts = [_lower_bucket(shared, phase, rows) for phase, rows in buckets]
     drafts.append(_sample_after_head(shared))
     choices = Choices.make([p for draft in drafts for p in draft.launches], devices, builder)
-    first = _BucketLowering(shared, "decode", 1)
     sizes = set(shared.layers.values())
     assert len(sizes) == 1, "layers cache different numbers of bytes"
     quantized = {n: "planes" for n, r in fused.recipes if len(r.shape) == 2 and not FORMATS[r.format].is_float}
     return SelectedModel(
         fused=fused,
         kernels=choices.kernels,
-        weights=first.packed(quantized),
+        weights=packed(fused, quantized),
         buffers=tuple(shared.buffers.values()),
         programs=tuple(
             Program(d.phase, d.rows, tuple(choices.launch(p) for p in d.launches), d.capacity) for d in drafts
@@ -177,7 +174,7 @@ class _BucketLowering(Lowering):
     def buffer(self, name: str, columns: int, kind: str, *, pinned: bool = False, max_rows: int | None = None) -> Span:
         """A row-major buffer, made if it is new; buckets that hold a value in another type use another name."""
         key = name if kind == "f32" else f"{name}.{kind}"
-        self.buffers.setdefault(key, Buffer(key, BYTES[kind] * columns, kind, columns, pinned, max_rows))
+        self.buffers.setdefault(key, Buffer(key, FLOAT_BYTES[kind] * columns, kind, columns, pinned, max_rows))
         return Span(key)
 
     def scratch(self, name: str, nbytes: int) -> Span:
@@ -230,7 +227,7 @@ class _BucketLowering(Lowering):
         if self.buffers[source.buffer].kind == kind:
             return source
         y = self.buffer(f"{value}.cast", self.width(value), kind)
-        cast = small.cast(self.width(value), self.stride(source), kind, self.rows, self.device)
+        cast = small.cast(self.width(value), self.stride(source), kind, self.rows)
         self.emit(op.name, [cast], {"x": source, "y": y, "counts": self._counts()}, (source,), (y,))
         self.acts[value, kind] = y
         return y
@@ -243,8 +240,8 @@ class _BucketLowering(Lowering):
     def _embed(self, op: Op) -> None:
         y = self.place[op.name] = self.buffer(HIDDEN, op.width, "f32", pinned=True)
         weight = op.weights[0]
-        vocab = self.graph.slots[weight].shape[0]
-        kernel = small.embed(self.format(weight), vocab, op.width, op.number("scale"), self.rows, self.device)
+        vocab = self.slots[weight].shape[0]
+        kernel = small.embed(self.format(weight), vocab, op.width, op.number("scale"), self.rows)
         args = {"tokens": StepRef("tokens"), "w": WeightRef(weight), "y": y, "counts": self._counts()}
         self.emit(op.name, [kernel], args, (), (y,), (Produced(op.name, 0, op.width),))
 
@@ -261,56 +258,39 @@ class _BucketLowering(Lowering):
 
     def _norm(self, op: Op, kind: str) -> Span:
         x, y = self.place[op.inputs[0]], self.buffer(op.name, op.width, kind)
-        kernel = small.rmsnorm(op.width, self.stride(x), op.number("eps"), kind, self.rows, self.device, self.count)
+        kernel = small.rmsnorm(op.width, self.stride(x), op.number("eps"), kind, self.rows, self.count)
         args = {"x": x, "weight": WeightRef(op.weights[0]), "y": y, "counts": self._counts()}
         self.emit(op.name, [kernel], args, (x,), (y,), (Produced(op.name, 0, op.width),))
         return y
 
     def _linear(self, op: Op) -> None:
-        if self.is_gemv:
-            return self._gemv(op)
-        weight = op.weights[0]
-        x = self.input_of(op)
-        y, epilogue, n, produces = self._epilogue(op)
-        bias = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
-        candidates = linear.candidates(
-            self.format(weight),
-            n,
-            self.graph.slots[weight].shape[1],
-            self.rows,
-            ldx=self.stride(x),
-            ldy=self.stride(y),
-            epilogue=epilogue,
-            bias=bool(bias),
-            act=self.act_type(op),
-            count_index=self.count,
-            device=self.device,
-        )
-        args = {"x": x, "w": WeightRef(weight), "bias": bias, "y": y, "counts": self._counts()}
-        return self.emit(op.name, candidates, args, (x, y) if epilogue == ADD else (x,), (y,), produces)
+        if not self.is_gemv:
+            make = partial(linear.candidates, act=self.act_type(op), count_index=self.count)
+            return self._product(op, self.input_of(op), make, {"counts": self._counts()})
+        norm = self.normed.get(op.inputs[0])
+        x = self.place[norm.inputs[0] if norm else op.inputs[0]]
+        eps = norm.number("eps") if norm else 0.0
+        make = partial(gemv.candidates, norm=norm is not None, eps=eps, terms=1)
+        return self._product(op, x, make, {"norm": WeightRef(norm.weights[0]) if norm else 0})
 
-    def _gemv(self, op: Op) -> None:
-        weight, value = op.weights[0], op.inputs[0]
-        norm = self.normed.get(value)
-        x = self.place[norm.inputs[0] if norm else value]
+    def _product(self, op: Op, x: Span, make: Callable[..., list[Candidate]], more: Mapping[str, Arg]) -> None:
+        """A launch of x times the op's weight; ``make`` lists kernels for it, ``more`` are the arguments of its own."""
+        weight = op.weights[0]
         y, epilogue, n, produces = self._epilogue(op)
         bias = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
-        candidates = gemv.candidates(
+        found = make(
             self.format(weight),
             n,
-            self.graph.slots[weight].shape[1],
+            self.slots[weight].shape[1],
             self.rows,
             ldx=self.stride(x),
             ldy=self.stride(y),
             epilogue=epilogue,
-            norm=norm is not None,
-            eps=norm.number("eps") if norm else 0.0,
             bias=bool(bias),
-            terms=1,
             device=self.device,
         )
-        args = {"x": x, "norm": WeightRef(norm.weights[0]) if norm else 0, "w": WeightRef(weight), "bias": bias, "y": y}
-        self.emit(op.name, candidates, args, (x, y) if epilogue == ADD else (x,), (y,), produces)
+        args = {"x": x, "w": WeightRef(weight), "bias": bias, "y": y, **more}
+        self.emit(op.name, found, args, (x, y) if epilogue == ADD else (x,), (y,), produces)
 
     def _epilogue(self, op: Op) -> tuple[Span, int, int, tuple[Produced, ...]]:
         """Where the product goes and what is done to it on the way: (output, epilogue, columns written, values)."""
@@ -345,7 +325,7 @@ class _BucketLowering(Lowering):
     def _attention(self, op: Op) -> None:
         taken = _AttentionInput.of(self, op)
         shape = self._attention_shape(op, taken)
-        self.shared.layers[op.integer("layer")] = 2 * shape.kv_heads * shape.head_dim * BYTES["f16"]
+        self.shared.layers[op.integer("layer")] = 2 * shape.kv_heads * shape.head_dim * FLOAT_BYTES["f16"]
         kind = self.reader_type(op.name)
         y = self.place[op.name] = self.buffer(op.name, op.width, kind)
         produces = (Produced(op.name, 0, op.width),)
@@ -365,7 +345,7 @@ class _BucketLowering(Lowering):
         context = self.shared.context
         if self.phase == "prefill":
             q = self.buffer(f"{op.name}.q", op.width, "f16")
-            rope = small.rope_kv(shape, self.rows, self.device)
+            rope = small.rope_kv(shape, self.rows)
             self.emit(op.name, [rope], {**rotated, **paged, "q_out": q}, (taken.qkv,), (q,))
             found = attention.prefill(shape, self.rows, context, kind)
             self.emit(op.name, found, {**paged, "q": q, "out": y}, (q,), (y,), produces, "out")
@@ -402,7 +382,7 @@ class _BucketLowering(Lowering):
             raise TapeoutError(f"{op.name}: the GPU kernel needs gate and up side by side, gate first")
         kind = self.reader_type(op.name)
         y = self.place[op.name] = self.buffer(op.name, op.width, kind)
-        kernel = small.gated(str(op.attr("act")), op.width, self.stride(gate), kind, self.rows, self.device)
+        kernel = small.gated(str(op.attr("act")), op.width, self.stride(gate), kind, self.rows)
         args = {"x": gate, "y": y, "counts": self._counts()}
         self.emit(op.name, [kernel], args, (gate,), (y,), (Produced(op.name, 0, op.width),))
 
@@ -416,10 +396,10 @@ class _BucketLowering(Lowering):
         x = self.place[norm.inputs[0] if norm else other]
         args: dict[str, Arg] = {"x": x, "y": y, "counts": self._counts()}
         if norm is None:
-            kernel = small.add(op.width, self.rows, self.device)
+            kernel = small.add(op.width, self.rows)
         else:
             args["weight"] = WeightRef(norm.weights[0])
-            kernel = small.rmsnorm_add(op.width, self.stride(x), norm.number("eps"), self.rows, self.device)
+            kernel = small.rmsnorm_add(op.width, self.stride(x), norm.number("eps"), self.rows)
         self.emit(op.name, [kernel], args, (x, y), (y,), (Produced(op.name, 0, op.width),))
 
     def _select(self, op: Op) -> None:
@@ -433,7 +413,7 @@ class _BucketLowering(Lowering):
             return
         y = self.place[op.name] = self.buffer(op.name, op.width, "f32")
         args = {"x": x, "out_row": StepRef("out_row"), "y": y, "counts": self._counts()}
-        kernel = small.gather(op.width, self.rows, self.device)
+        kernel = small.gather(op.width, self.rows)
         self.emit(op.name, [kernel], args, (x,), (y,), (Produced(op.name, 0, op.width),))
 
     def sample(self, *, advance: bool) -> None:
@@ -455,7 +435,7 @@ class _BucketLowering(Lowering):
         )
         args: dict[str, Arg] = {name: StepRef(name) for name in (*names, "counts")}
         args |= {"logits": logits, "scratch": scratch, "counters": counters}
-        kernel = small.sample(vocab, self.rows, advance, self.device)
+        kernel = small.sample(vocab, self.rows, advance)
         self.emit("sample", [kernel], args, (logits, counters), (scratch, counters))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tapeout.runtime.backend import DeviceMemory, Rectangle, largest, smallest_fitting
+from tapeout.runtime.backend import DeviceMemory, Rectangle, largest, output_part, smallest_fitting
 from tapeout.runtime.cuda.driver import Driver
 from tapeout.runtime.cuda.launches import Addresses, CudaList, Launcher, Region, load_kernels
 from tapeout.runtime.cuda.results import Results
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 WEIGHTS = "weights/rank0.safetensors"
-SIZES = {"f32": 4, "bf16": 2, "f16": 2}
 PARTS = (("weights", "weights"), ("KV pool", "kv_pool"), ("arena", "arena"))
 RESERVE = 64 << 20  # bytes that code and graphs may take beside what is planned
 
@@ -179,9 +178,7 @@ class CudaBackend:
             for launch in launches.plan:
                 output = launch.get("output")
                 if output is not None and not output["in_place"]:
-                    width = SIZES[output["kind"]] * max(made["columns"][1] for made in launch["produces"])
-                    pitch = SIZES[output["kind"]] * output["stride"]
-                    self.poison(launch["args"][output["arg"]], Rectangle(launches.rows, width, pitch))
+                    self.poison(launch["args"][output["arg"]], output_part(launch, launches.rows))
 
     def read(self, arg: Any, part: Rectangle) -> npt.NDArray[np.uint8]:
         """See Backend."""

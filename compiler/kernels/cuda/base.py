@@ -9,6 +9,13 @@ ParamType = Literal["ptr", "i32", "f32"]
 Define = int | float | str | bool
 Rate = Literal["f32", "bf16", "int8", "fp8"]
 
+STORE, ADD, GATED_SILU, GATED_GELU = range(4)
+"""What a product does with its sums: write them, add them into y, or write act(gate) * up."""
+GATED = {"silu": GATED_SILU, "gelu_tanh": GATED_GELU}
+FLOAT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+FLOAT_NAMES = {"f32": "TP_F32", "bf16": "TP_BF16", "f16": "TP_F16"}
+"""Number types as the macros of tapeout.cuh name them."""
+
 
 @dataclass(frozen=True)
 class Param:

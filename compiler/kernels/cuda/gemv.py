@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.kernels.cuda.base import Candidate, Define, GpuKernel, Param
+from tapeout.compiler.kernels.cuda.base import ADD, GATED_SILU, Candidate, Define, GpuKernel, Param
 from tapeout.compiler.layouts import Planes, plane_geometry
 
-STORE, ADD, GATED_SILU, GATED_GELU = range(4)
+if TYPE_CHECKING:
+    from tapeout.compiler.devices import CudaDevice
+
 EPILOGUES = ("store", "add", "silu", "gelu")
 PARAMS = tuple(Param(name, "ptr", "fp32" if name != "w" else "u8") for name in ("x", "norm", "w", "bias", "y"))
 ELEMENTS = {"f16": (1, 2), "bf16": (2, 2), "f32": (3, 4), "e4m3": (4, 1)}
@@ -27,20 +29,6 @@ INTEGER_STEPS = (1, 2, 4)
 """Groups of 32 a lane can have of a stage, for integer codes."""
 STAGES = 8
 """At most so many stages a ring: more do not put more bytes on their way."""
-
-
-class GpuDevice(Protocol):
-    """What of a device profile decides a kernel's shape."""
-
-    @property
-    def sm_count(self) -> int:
-        """Multiprocessors."""
-        ...
-
-    @property
-    def shared_per_block(self) -> int:
-        """Bytes of shared memory that a block may use."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +99,7 @@ def candidates(
     eps: float,
     bias: bool,
     terms: int,
-    device: GpuDevice,
+    device: CudaDevice,
     tiles: Sequence[Tile] | None = None,
 ) -> list[Candidate]:
     """Kernels for ``y[m, n] = epilogue(norm(x)[m, k] @ w[n, k].T + bias)``, the likely best first.
@@ -187,7 +175,7 @@ def _window(at: int, piece: int, chunks: int) -> int:
     return -(-(max(starts) + piece) // 16) * 16
 
 
-def _tiles(problem: Problem, weight: Weight, device: GpuDevice) -> list[Tile]:
+def _tiles(problem: Problem, weight: Weight, device: CudaDevice) -> list[Tile]:
     """Few rows an item while there are fewer items than warps: then all warps have bytes on their way."""
     warps = 16
     most = 1 if problem.gated else 2
@@ -197,7 +185,7 @@ def _tiles(problem: Problem, weight: Weight, device: GpuDevice) -> list[Tile]:
     return [Tile(rows, steps, warps), Tile(rows, 1, warps), Tile(rows, steps, 8), Tile(1, 1, 8)]
 
 
-def _candidate(problem: Problem, weight: Weight, tile: Tile, device: GpuDevice) -> Candidate | None:
+def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice) -> Candidate | None:
     """The kernel of one tile, or None where its ring does not fit."""
     item_rows = tile.rows * (2 if problem.gated else 1)
     stage_k = weight.unit * 32 * tile.steps

@@ -7,28 +7,29 @@ epilogue and the tile; live rows are read on the device, so one kernel serves ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.kernels.cuda.base import Candidate, Define, GpuKernel, Param, Rate
+from tapeout.compiler.kernels.cuda.base import (
+    ADD,
+    FLOAT_BYTES,
+    GATED_GELU,
+    GATED_SILU,
+    STORE,
+    Candidate,
+    Define,
+    GpuKernel,
+    Param,
+    Rate,
+)
 from tapeout.compiler.layouts import packed_bytes, plane_geometry
 
-STORE, ADD, GATED_SILU, GATED_GELU = 0, 1, 2, 3
+if TYPE_CHECKING:
+    from tapeout.compiler.devices import CudaDevice
+
 _EPILOGUES = {STORE: "store", ADD: "add", GATED_SILU: "silu", GATED_GELU: "gelu"}
-_ACT_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _MAX_CANDIDATES = 4
 _MIN_K_STEP = 32
-
-
-class _Gpu(Protocol):
-    @property
-    def sm_count(self) -> int: ...
-    @property
-    def shared_per_block(self) -> int: ...
-    @property
-    def bandwidth_gb_s(self) -> float: ...
-    @property
-    def capability(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def candidates(
     bias: bool,
     act: str,
     count_index: int,
-    device: _Gpu,
+    device: CudaDevice,
 ) -> list[Candidate]:
     """Kernels for y = x W^T over at most ``rows`` rows, the one predicted to be the fastest first; never empty.
 
@@ -103,42 +104,44 @@ def candidates(
     return [_candidate(problem, tile, rows) for tile in unique]
 
 
-def _tiles(problem: Problem, rows: int, device: _Gpu) -> list[Tile]:
+def _tiles(problem: Problem, rows: int, device: CudaDevice) -> list[Tile]:
     """Tiles in order of preference, as measured on sm_90; their stages and steps are fitted afterwards."""
     if problem.act == "f32":
         return [Tile(16, 32, 32, 4, 2, False), Tile(16, 16, 32, 2, 2, False)]
-    wide = rows > 64
+    if rows > 64:
+        return _wide_tiles(problem)
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    bn = 32 if problem.weight_rows < 64 * device.sm_count else 64
     if problem.is_float:
-        if wide:
-            return [
-                Tile(128, 256, 64, 8, 4, False),
-                Tile(128, 128, 64, 8, 4, False),
-                Tile(128, 128, 64, 4, 3, False),
-                Tile(64, 128, 64, 4, 3, False),
-            ]
-        bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        few = problem.weight_rows < 64 * device.sm_count
         return [
-            Tile(bm, 32 if few else 64, 128, 4, 6, False, ahead=512),
-            Tile(bm, 32 if few else 64, 64, 4, 6, False, ahead=256),
+            Tile(bm, bn, 128, 4, 6, False, ahead=512),
+            Tile(bm, bn, 64, 4, 6, False, ahead=256),
             Tile(bm, 32, 64, 4, 3, False, ahead=256),
         ]
-    if wide:
-        return [
-            Tile(128, 128, 128, 8, 3, True),
-            Tile(128, 128, 64, 8, 3, True),
-            Tile(64, 64, 64, 4, 3, True),
-        ]
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    few = problem.weight_rows < 64 * device.sm_count
     return [
-        Tile(bm, 32 if few else 64, 256, 4, 4, True, ahead=256),
-        Tile(bm, 32 if few else 64, 128, 4, 4, True, ahead=256),
+        Tile(bm, bn, 256, 4, 4, True, ahead=256),
+        Tile(bm, bn, 128, 4, 4, True, ahead=256),
         Tile(bm, 32, 64, 4, 3, True, ahead=128),
     ]
 
 
-def _fit(tile: Tile, problem: Problem, device: _Gpu) -> Tile | None:
+def _wide_tiles(problem: Problem) -> list[Tile]:
+    """For so many rows that arithmetic counts: as much of both operands a tile as registers hold."""
+    if problem.is_float:
+        return [
+            Tile(128, 256, 64, 8, 4, False),
+            Tile(128, 128, 64, 8, 4, False),
+            Tile(128, 128, 64, 4, 3, False),
+            Tile(64, 128, 64, 4, 3, False),
+        ]
+    return [
+        Tile(128, 128, 128, 8, 3, True),
+        Tile(128, 128, 64, 8, 3, True),
+        Tile(64, 64, 64, 4, 3, True),
+    ]
+
+
+def _fit(tile: Tile, problem: Problem, device: CudaDevice) -> Tile | None:
     """The tile with a k step that divides k where one does, and as many stages as shared memory holds."""
     bk = tile.bk
     if not problem.is_float:
@@ -167,7 +170,7 @@ def weight_bits(problem: Problem) -> int:
 
 def shared_bytes(problem: Problem, tile: Tile, bk: int, stages: int) -> int:
     """Shared memory that the loads of a tile keep in flight; the compiled kernel has the last word."""
-    return stages * bk * (tile.bm * _ACT_BYTES[problem.act] + tile.bn * weight_bits(problem) // 8)
+    return stages * bk * (tile.bm * FLOAT_BYTES[problem.act] + tile.bn * weight_bits(problem) // 8)
 
 
 def kernel_of(problem: Problem, tile: Tile) -> GpuKernel:
@@ -266,7 +269,7 @@ def grid_of(problem: Problem, tile: Tile, rows: int) -> int:
 def _candidate(problem: Problem, tile: Tile, rows: int) -> Candidate:
     layout = "raw" if problem.is_float else "planes"
     weight = packed_bytes((problem.weight_rows, problem.k), problem.format, layout)
-    act = _ACT_BYTES[problem.act]
+    act = FLOAT_BYTES[problem.act]
     out = rows * problem.n * (act if problem.gated else 8 if problem.epilogue == ADD else 4)
     rate: Rate = "f32" if problem.act == "f32" else "bf16"
     filled = -(-rows // tile.bm) * tile.bm

@@ -11,16 +11,13 @@ from typing import Literal
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.kernels.cuda.attention import Attention
-from tapeout.compiler.kernels.cuda.base import Candidate, Define, GpuKernel, Param
+from tapeout.compiler.kernels.cuda.base import FLOAT_BYTES, FLOAT_NAMES, GATED, Candidate, Define, GpuKernel, Param
 from tapeout.compiler.layouts import packed_bytes, plane_geometry
 from tapeout.runtime.errors import TapeoutError
 
 Defines = dict[str, Define]
 
-OUT = {"f32": "TP_F32", "bf16": "TP_BF16", "f16": "TP_F16"}
-OUT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 TRITON_TYPE = {"f32": "fp32", "bf16": "bf16", "f16": "fp16"}
-ACT = {"silu": 2, "gelu_tanh": 3}
 
 MAX_THREADS = 1024
 FEW_ROWS = 16
@@ -33,12 +30,12 @@ WIDE = 4
 """Elements of one 16-byte access."""
 
 
-def embed(format: str, vocab: int, k: int, scale: float, rows: int, device: object = None) -> Candidate:
+def embed(format: str, vocab: int, k: int, scale: float, rows: int) -> Candidate:
     """``y f32 [rows, k] = scale * w[tokens]``, ``w [vocab, k]`` raw floats or planes."""
     threads = _threads(k, WIDE, 1 if rows <= FEW_ROWS else 4)
     defines: Defines = {"K": k, "VOCAB": vocab, "SCALE": float(scale), "THREADS": threads}
     if FORMATS[format].is_float:
-        defines |= {"RAW": OUT[format]}
+        defines |= {"RAW": FLOAT_NAMES[format]}
         row = FORMATS[format].row_bytes(k)
     else:
         defines |= plane_defines((vocab, k), format)
@@ -73,34 +70,32 @@ def plane_defines(shape: tuple[int, int], format: str) -> Defines:
     return defines
 
 
-def rmsnorm(
-    k: int, ldx: int, eps: float, out: str, rows: int, device: object = None, count_index: int = 0
-) -> Candidate:
+def rmsnorm(k: int, ldx: int, eps: float, out: str, rows: int, count_index: int = 0) -> Candidate:
     """``y out [rows, k] = x / rms(x) * weight`` of ``x f32 [rows, ldx]``; ``count_index``: which count is the rows."""
     params = (_param("x"), _param("weight"), _param("y", TRITON_TYPE[out]), _param("counts", "i32"))
     return _norm("rmsnorm", params, _norm_defines(k, ldx, eps, out, count_index), rows)
 
 
-def rmsnorm_add(k: int, ldx: int, eps: float, rows: int, device: object = None) -> Candidate:
+def rmsnorm_add(k: int, ldx: int, eps: float, rows: int) -> Candidate:
     """``y f32 [rows, k] += x / rms(x) * weight``."""
     params = (_param("x"), _param("weight"), _param("y"), _param("counts", "i32"))
     return _norm("rmsnorm_add", params, {**_norm_defines(k, ldx, eps, "f32", 0), "ADD": 1}, rows)
 
 
 def _norm_defines(k: int, ldx: int, eps: float, out: str, count_index: int) -> Defines:
-    return {"K": k, "LDX": ldx, "EPS": float(eps), "OUT": OUT[out], "COUNT": count_index, "ADD": 0}
+    return {"K": k, "LDX": ldx, "EPS": float(eps), "OUT": FLOAT_NAMES[out], "COUNT": count_index, "ADD": 0}
 
 
 def _norm(name: str, params: tuple[Param, ...], defines: Defines, rows: int) -> Candidate:
     k, ldx = int(defines["K"]), int(defines["LDX"])
     threads = _threads(k, _width(k, ldx), 1 if rows <= FEW_ROWS else 4)
     kernel = _kernel(name, "norm.cu", params, {**defines, "THREADS": threads}, threads)
-    kind = next(key for key, value in OUT.items() if value == defines["OUT"])
-    moved = 4 + OUT_BYTES[kind] + 4 * bool(defines["ADD"])
+    kind = next(key for key, value in FLOAT_NAMES.items() if value == defines["OUT"])
+    moved = 4 + FLOAT_BYTES[kind] + 4 * bool(defines["ADD"])
     return _candidate(kernel, (rows, 1, 1), rows * k * moved, 4 * rows * k)
 
 
-def rope_kv(shape: Attention, rows: int, device: object = None) -> Candidate:
+def rope_kv(shape: Attention, rows: int) -> Candidate:
     """Queries and keys normed and rotated, keys and values written to their pages; one block a row.
 
     Raises TapeoutError for a head size that is no multiple of 4.
@@ -134,30 +129,30 @@ def rope_kv(shape: Attention, rows: int, device: object = None) -> Candidate:
     return _candidate(kernel, (rows, 1, 1), rows * heads * d * 6, 6 * rows * heads * d)
 
 
-def gather(k: int, rows: int, device: object = None) -> Candidate:
+def gather(k: int, rows: int) -> Candidate:
     """``y f32 [rows, k] = x[out_row]``; the rows are those of the step that are wanted."""
     params = (_param("x"), _param("out_row", "i32"), _param("y"), _param("counts", "i32"))
-    return _elementwise("gather", params, {"OP": 1, "K": k, "LDX": k, "OUT": OUT["f32"], "COUNT": 2}, rows, 8)
+    return _elementwise("gather", params, {"OP": 1, "K": k, "LDX": k, "OUT": FLOAT_NAMES["f32"], "COUNT": 2}, rows, 8)
 
 
-def gated(act: str, k: int, ldx: int, out: str, rows: int, device: object = None) -> Candidate:
+def gated(act: str, k: int, ldx: int, out: str, rows: int) -> Candidate:
     """``y out [rows, k] = act(x[:, :k]) * x[:, k:2k]`` of ``x f32 [rows, ldx]``; ``act``: silu or gelu_tanh."""
     params = (_param("x"), _param("y", TRITON_TYPE[out]), _param("counts", "i32"))
-    defines: Defines = {"OP": 2, "K": k, "LDX": ldx, "OUT": OUT[out], "ACT": ACT[act], "COUNT": 0}
-    return _elementwise("gated", params, defines, rows, 8 + OUT_BYTES[out])
+    defines: Defines = {"OP": 2, "K": k, "LDX": ldx, "OUT": FLOAT_NAMES[out], "ACT": GATED[act], "COUNT": 0}
+    return _elementwise("gated", params, defines, rows, 8 + FLOAT_BYTES[out])
 
 
-def add(k: int, rows: int, device: object = None) -> Candidate:
+def add(k: int, rows: int) -> Candidate:
     """``y f32 [rows, k] += x``."""
     params = (_param("x"), _param("y"), _param("counts", "i32"))
-    return _elementwise("add", params, {"OP": 3, "K": k, "LDX": k, "OUT": OUT["f32"], "COUNT": 0}, rows, 12)
+    return _elementwise("add", params, {"OP": 3, "K": k, "LDX": k, "OUT": FLOAT_NAMES["f32"], "COUNT": 0}, rows, 12)
 
 
-def cast(k: int, ldx: int, out: str, rows: int, device: object = None) -> Candidate:
+def cast(k: int, ldx: int, out: str, rows: int) -> Candidate:
     """``y out [rows, k] = x[:, :k]`` of ``x f32 [rows, ldx]``."""
     params = (_param("x"), _param("y", TRITON_TYPE[out]), _param("counts", "i32"))
-    defines: Defines = {"OP": 4, "K": k, "LDX": ldx, "OUT": OUT[out], "COUNT": 0}
-    return _elementwise("cast", params, defines, rows, 4 + OUT_BYTES[out])
+    defines: Defines = {"OP": 4, "K": k, "LDX": ldx, "OUT": FLOAT_NAMES[out], "COUNT": 0}
+    return _elementwise("cast", params, defines, rows, 4 + FLOAT_BYTES[out])
 
 
 def _elementwise(name: str, params: tuple[Param, ...], defines: Defines, rows: int, moved: int) -> Candidate:
@@ -170,7 +165,7 @@ def _elementwise(name: str, params: tuple[Param, ...], defines: Defines, rows: i
     return _candidate(kernel, (rows, chunks, 1), rows * k * moved, rows * k)
 
 
-def sample(vocab: int, rows: int, advance: bool, device: object = None) -> Candidate:
+def sample(vocab: int, rows: int, advance: bool) -> Candidate:
     """A token and its log probability for every row of ``logits f32 [rows, vocab]``; -1 for a row that holds a NaN or
     has no finite maximum. ``advance`` makes tokens, positions and sample_position those of the next step.
 
@@ -217,7 +212,7 @@ def examples() -> list[GpuKernel]:
     gemma = Attention(4, 1, 256, 16, 512, 0.0625, 1536, 0, 1024, 1280, qk_norm=True)
     made = [
         *(embed(name, 1000, 512, 1.0, 1) for name in FORMATS),
-        *(rmsnorm(4096, 4096, 1e-5, out, 2048) for out in OUT),
+        *(rmsnorm(4096, 4096, 1e-5, out, 2048) for out in FLOAT_NAMES),
         *(rmsnorm(640, 640, 1e-6, "f32", 1, count_index=2), rmsnorm_add(1152, 1152, 1e-6, 1)),
         *(rope_kv(llama, 2048), rope_kv(gemma, 64), gather(4096, 8), add(2048, 1), cast(4096, 6144, "bf16", 64)),
         *(gated("silu", 14336, 28672, "bf16", 2048), gated("gelu_tanh", 2048, 4096, "f32", 1)),
