@@ -17,6 +17,8 @@ from tapeout.runtime.errors import TapeoutError
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Arch = Literal["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+BLOCK_COST = 1024
+"""Bytes of shared memory that each resident block costs beside its own."""
 Feature = Literal["bulk_copy", "cluster", "fp4", "fp8", "mma_block_scale", "pdl", "tcgen05", "wgmma"]
 
 
@@ -102,6 +104,11 @@ class CudaDevice(Device):
     """Instructions and launch modes that kernels may ask for."""
     measured: tuple[Literal["bandwidth_gb_s", "l2_bytes", "memory", "sm_count"], ...] = ()
     """Which figures were measured on such a card; all others are the vendor's."""
+
+    @property
+    def half_shared(self) -> int:
+        """Bytes of shared memory with which two blocks, and no third, find room on a multiprocessor."""
+        return min(self.shared_per_block, self.shared_per_sm // 2 - BLOCK_COST)
 
     @property
     def capability(self) -> int:

@@ -22,7 +22,10 @@ def packed(fused: FusedModel, layouts: dict[str, str]) -> tuple[PackedWeight, ..
 
 
 class Lowering:
-    """Walks the program once. ``place`` says where each value lies; absorbed values get no launch of their own."""
+    """Walks the program once. ``place`` says where each value lies; absorbed values get no launch of their own.
+
+    ``done`` names the ops that were lowered or absorbed.
+    """
 
     def __init__(self, fused: FusedModel) -> None:
         self.graph, self.fused = fused.graph, fused
@@ -38,6 +41,7 @@ class Lowering:
         """Lower one op unless a launch before it did."""
         if op.name not in self.done:
             getattr(self, f"_{op.kind}")(op)
+            self.done.add(op.name)
 
     def f32_buffer(self, name: str, columns: int, *, pinned: bool = False) -> Span:
         """A float32 buffer, made if it is new."""
@@ -89,8 +93,9 @@ class Lowering:
         return readers[0] if other is not None and self.streams(other, readers[0]) else None
 
     def streams(self, value: str, add: Op) -> bool:
-        """Whether a value lies in the residual stream and nobody needs it after ``add``."""
-        return self.place.get(value) == Span(HIDDEN) and self.consumers[value][-1] is add
+        """Whether a value lies in the residual stream and everything else that reads it is lowered already."""
+        others = (reader for reader in self.consumers[value] if reader is not add)
+        return self.place.get(value) == Span(HIDDEN) and all(reader.name in self.done for reader in others)
 
     def leads_to_attention(self, op: Op) -> bool:
         """Whether attention weighs what the op writes: as queries or keys, rotated or not."""

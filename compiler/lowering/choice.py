@@ -33,7 +33,7 @@ class KernelBuilder:
         missing = [kernel for kernel in kernels if (device.name, kernel.name) not in self.built]
         if missing:
             with self.progress.task(f"kernels for {device.arch}", len(missing)) as task:
-                found = toolchain.build(missing, device.arch, device, self.cache, steps_of(task))
+                found = toolchain.build(missing, device, self.cache, steps_of(task))
             self.built |= {(device.name, name): result for name, result in found.items()}
         return {kernel.name: self.built[device.name, kernel.name] for kernel in kernels}
 

@@ -142,7 +142,11 @@ def _sample_after_head(shared: _Shared) -> _Draft:
 
 
 class _BucketLowering(Lowering):
-    """Lowers the program for one bucket. ``act`` values are copies that tensor cores read, by value and type."""
+    """Lowers the program for one bucket.
+
+    ``acts`` are copies that tensor cores read, by value and type. ``normed`` are norms that nothing has computed yet:
+    the products that read them do, or `input_of` at the first of these.
+    """
 
     def __init__(self, shared: _Shared, phase: str, rows: int) -> None:
         super().__init__(shared.fused)
@@ -208,8 +212,6 @@ class _BucketLowering(Lowering):
 
     def reader_type(self, value: str) -> attention.Out:
         """The type a value is best written in: what its one linear reader wants, else float32."""
-        if self.is_gemv:
-            return "f32"
         types: set[attention.Out] = {
             self.act_type(op) if op.kind == "linear" else "f32" for op in self.consumers.get(value, [])
         }
@@ -252,8 +254,9 @@ class _BucketLowering(Lowering):
             return
         if op.integer("group") != op.width:
             raise TapeoutError(f"{op.name}: the GPU kernels normalise heads only on the way to a rotation")
-        self.normed[op.name] = op
-        if "linear" not in kinds or len(kinds) > 1:
+        if kinds == {"linear"}:
+            self.normed[op.name] = op
+        else:
             self.place[op.name] = self._norm(op, "f32")
 
     def _norm(self, op: Op, kind: str) -> Span:
@@ -263,14 +266,31 @@ class _BucketLowering(Lowering):
         self.emit(op.name, [kernel], args, (x,), (y,), (Produced(op.name, 0, op.width),))
         return y
 
+    def _keep_norms(self, add: Op) -> None:
+        """Before ``add`` changes the residual stream: write out its norms that ops not lowered yet will read."""
+        stream = next(name for name in add.inputs if self.streams(name, add))
+        for norm in self.consumers[stream]:
+            if norm.kind != "rmsnorm" or norm.name in self.place:
+                continue
+            waiting = [reader for reader in self.consumers[norm.name] if reader.name not in self.done]
+            if norm.name in self.normed and not self.is_gemv:
+                for reader in waiting:
+                    self.input_of(reader)
+            elif waiting:
+                self.place[norm.name] = self._norm(norm, "f32")
+                self.normed.pop(norm.name, None)
+
     def _linear(self, op: Op) -> None:
+        residual = self.residual_of(op)
+        if residual is not None:
+            self._keep_norms(residual)
         if not self.is_gemv:
-            make = partial(linear.candidates, act=self.act_type(op), count_index=self.count)
+            make = partial(linear.candidates, count_index=self.count)
             return self._product(op, self.input_of(op), make, {"counts": self._counts()})
         norm = self.normed.get(op.inputs[0])
         x = self.place[norm.inputs[0] if norm else op.inputs[0]]
         eps = norm.number("eps") if norm else 0.0
-        make = partial(gemv.candidates, norm=norm is not None, eps=eps, terms=1)
+        make = partial(gemv.candidates, norm=norm is not None, eps=eps)
         return self._product(op, x, make, {"norm": WeightRef(norm.weights[0]) if norm else 0})
 
     def _product(self, op: Op, x: Span, make: Callable[..., list[Candidate]], more: Mapping[str, Arg]) -> None:
@@ -287,6 +307,8 @@ class _BucketLowering(Lowering):
             ldy=self.stride(y),
             epilogue=epilogue,
             bias=bool(bias),
+            x=self.buffers[x.buffer].kind,
+            y=self.buffers[y.buffer].kind,
             device=self.device,
         )
         args = {"x": x, "w": WeightRef(weight), "bias": bias, "y": y, **more}
@@ -350,12 +372,10 @@ class _BucketLowering(Lowering):
             found = attention.prefill(shape, self.rows, context, kind)
             self.emit(op.name, found, {**paged, "q": q, "out": y}, (q,), (y,), produces, "out")
             return
-        sms = self.device.sm_count
-        found = attention.decode(shape, self.rows, sms, context, kind)
-        partial = self.scratch(f"{op.name}.partial.{self.rows}", attention.partial_bytes(shape, self.rows, sms))
-        counters = self.shared.counters(attention.counter_bytes(shape, self.rows))
-        args = {**rotated, **paged, "out": y, "partial": partial, "counters": counters}
-        self.emit(op.name, found, args, (taken.qkv, counters), (y, partial, counters), produces, "out")
+        found = attention.decode(shape, self.rows, self.device, context, kind)
+        partial = self.shared.counters(attention.partial_bytes(shape, self.rows, self.device))
+        args = {**rotated, **paged, "out": y, "partial": partial}
+        self.emit(op.name, found, args, (taken.qkv, partial), (y, partial), produces, "out")
 
     def _attention_shape(self, op: Op, taken: _AttentionInput) -> attention.Attention:
         q_col, k_col, v_col = taken.columns
@@ -390,6 +410,7 @@ class _BucketLowering(Lowering):
         stream = next((name for name in op.inputs if self.streams(name, op)), None)
         if stream is None:
             raise TapeoutError(f"{op.name}: the GPU kernels add into the residual stream, which neither input is")
+        self._keep_norms(op)
         other = next(name for name in op.inputs if name != stream)
         y = self.place[op.name] = Span(HIDDEN)
         norm = self.producer[other] if other not in self.place else None
@@ -420,8 +441,6 @@ class _BucketLowering(Lowering):
         """Choose a token for every row of logits; after a decode step, make the device ready for the next."""
         vocab = self.fused.quantized.logical.vocab_size
         logits = Span(self.shared.logits)
-        counters = self.shared.counters(small.sample_counter_bytes(self.rows))
-        scratch = self.scratch(f"sample.{self.rows}", small.sample_scratch_bytes(vocab, self.rows))
         names = (
             "temperature",
             "top_p",
@@ -434,9 +453,8 @@ class _BucketLowering(Lowering):
             "positions",
         )
         args: dict[str, Arg] = {name: StepRef(name) for name in (*names, "counts")}
-        args |= {"logits": logits, "scratch": scratch, "counters": counters}
-        kernel = small.sample(vocab, self.rows, advance)
-        self.emit("sample", [kernel], args, (logits, counters), (scratch, counters))
+        kernel = small.sample(vocab, self.rows, advance, self.device.shared_per_block)
+        self.emit("sample", [kernel], {**args, "logits": logits}, (logits,), ())
 
 
 @dataclass(frozen=True)

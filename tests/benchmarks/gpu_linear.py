@@ -1,7 +1,8 @@
 """Linear layers of eight rows and more on this GPU: correctness of every format and epilogue, then times by tile.
 
     mkdir -p /tmp/tp/tapeout && ln -sfn $PWD/compiler /tmp/tp/tapeout/compiler && ln -sfn $PWD/runtime /tmp/tp/tapeout/runtime
-    PYTHONPATH=/tmp/tp python3 tests/benchmarks/gpu_linear.py
+    PYTHONPATH=/tmp/tp python3 tests/benchmarks/gpu_linear.py            # what is right, and which tile is the fastest
+    PYTHONPATH=/tmp/tp python3 tests/benchmarks/gpu_linear.py --first    # only times what the compiler would choose
 
 Needs torch, triton and cuda.bindings. Kernels are compiled ahead of time, as in an artifact, and launched through the
 driver. Shapes are those of an 8B model; weights are rotated past the L2; times are medians of replayed graphs. The
@@ -14,8 +15,10 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from random_planes import random_planes
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.kernels.cuda import linear
-from tapeout.compiler.kernels.cuda.base import GpuKernel
+from tapeout.compiler.kernels.cuda.base import Candidate, GpuKernel
 from tapeout.compiler.kernels.cuda.linear import ADD, GATED_SILU, STORE, Problem, Tile
 from tapeout.compiler.layouts import packed_bytes
 
@@ -34,6 +37,10 @@ PEAK_TFLOPS, PEAK_TB = 790.0, 4.49
 TIMED = ("bf16", "q4_0", "q4_k", "fp8")
 SHAPES = ((6144, 4096, STORE), (4096, 4096, ADD), (14336, 4096, GATED_SILU), (4096, 14336, ADD))
 ROWS = (16, 64, 128, 512, 2048)
+FIRST_FORMATS = ("bf16", "q4_0", "q4_k", "int4_g128", "fp8")
+FIRST_ROWS = (8, 16, 32, 64, 128, 512, 2048)
+FIRST_LAUNCHES = 48
+DEVICE: Any = SimpleNamespace(sm_count=132, shared_per_block=232_448, capability=90)
 DTYPES = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32", "u8": "*u8", "i32": "*i32"}
 
 
@@ -203,7 +210,16 @@ def small_problems() -> list[tuple[Problem, Tile]]:
                 k = 768
             for epilogue in range(4) if step < 2 or format in TIMED else ((index + step) % 4,):
                 problem = Problem(
-                    format, 300, k, k + 8, 304, epilogue, (index + epilogue) % 2 == 0, act, 2 * (step % 2)
+                    format,
+                    300,
+                    k,
+                    k + 8,
+                    304,
+                    epilogue,
+                    (index + epilogue) % 2 == 0,
+                    act,
+                    2 * (step % 2),
+                    act if epilogue >= 2 else "f32",
                 )
                 found.append((problem, tile))
     return found
@@ -214,7 +230,7 @@ def check_one(gpu: Gpu, problem: Problem, tile: Tile, rng: np.random.Generator) 
     torch = gpu.torch
     live, bucket = 77, 128
     shape = (problem.weight_rows, problem.k)
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem.act]
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[problem.x]
     if problem.is_float:
         w = torch.randn(shape, device="cuda").to(dtype)
         values = w.double()
@@ -260,7 +276,7 @@ def check_all(gpu: Gpu, cases: list[tuple[Problem, Tile]], say: Any) -> None:
             bad += 1
             continue
         error = check_one(gpu, problem, tile, rng)
-        limit = {"bf16": 5e-3, "f16": 1e-3, "f32": 1e-5}[problem.act]
+        limit = {"bf16": 5e-3, "f16": 1e-3, "f32": 1e-5}[problem.x]
         worst[problem.format] = max(worst.get(problem.format, 0), error)
         if not error < limit:
             bad += 1
@@ -341,13 +357,82 @@ def time_all(gpu: Gpu, cases: dict[tuple[str, int, int], list[tuple[Problem, Til
             say(line + " | " + " ".join(f"{tile_text(t)}:{us:.1f}" for us, t, _ in results[:3]))
             for us, tile, (_, _, shared, registers, local) in results[3:]:
                 say(f"      {tile_text(tile)}:{us:.2f} regs {registers} shared {shared} local {local}", full=True)
+    say_layers(total, say)
+    if skipped:
+        say(f"{skipped} cells skipped: {BUDGET_S} s were over")
+
+
+def first_cases() -> dict[tuple[str, int, int], tuple[Problem, Candidate]]:
+    """What the compiler would choose, by format, place in SHAPES and rows of the bucket."""
+    found = {}
+    for format in FIRST_FORMATS:
+        for index, (n, k, epilogue) in enumerate(SHAPES):
+            problem = Problem(format, n, k, k, n, epilogue, False, "bf16", 0, "bf16" if epilogue >= 2 else "f32")
+            for rows in FIRST_ROWS:
+                offered = linear.candidates(
+                    format, n, k, rows, ldx=k, ldy=n, epilogue=epilogue, bias=False, x="bf16", y="bf16" if epilogue >= 2 else "f32", count_index=0,
+                    device=DEVICE,
+                )  # fmt: skip
+                found[format, index, rows] = problem, offered[0]
+    return found
+
+
+def time_first(gpu: Gpu, cases: dict[tuple[str, int, int], tuple[Problem, Candidate]], began: float, say: Any) -> None:
+    """A line a case: us, how near to the time that its bytes take, and the share of the tensor cores' bf16 rate."""
+    torch = gpu.torch
+    x = torch.randn((2048, 14336), device="cuda").to(torch.bfloat16)
+    y = torch.zeros((2048, 14336), device="cuda")
+    bias, counts = torch.zeros(32768, device="cuda"), torch.zeros(4, dtype=torch.int32, device="cuda")
+    total: dict[tuple[str, int], float] = {}
+    weights: list[int] = []
+    held, skipped = None, 0
+    for (format, shape, rows), (problem, candidate) in cases.items():
+        name = candidate.kernel.name
+        if name not in gpu.functions or time.time() - began > BUDGET_S:
+            skipped += 1
+            continue
+        if held != (format, shape):
+            weights, held = weight_pool(gpu, problem), (format, shape)
+        counts.fill_(rows)
+        torch.cuda.synchronize()
+        launches = -(-FIRST_LAUNCHES // len(weights)) * len(weights)
+
+        def record() -> None:
+            for i in range(launches):
+                pointers = [x.data_ptr(), weights[i % len(weights)], bias.data_ptr(), y.data_ptr(), counts.data_ptr()]
+                gpu.launch(name, candidate.grid[0], pointers)
+
+        us = gpu.time_us(record, launches)
+        total[format, rows] = total.get((format, rows), 0) + us
+        _, _, shared, registers, local = gpu.functions[name]
+        floor = candidate.nbytes / PEAK_TB / 1e6
+        rate = 2.0 * rows * problem.weight_rows * problem.k / us / 1e6
+        say(
+            f"{format:9} {problem.weight_rows:5}x{problem.k:<5} rows {rows:4}: {us:8.2f} us, {100 * floor / us:3.0f}% of "
+            f"bandwidth floor, {100 * rate / PEAK_TFLOPS:3.0f}% of bf16 rate | {defines_text(candidate.kernel)} "
+            f"regs {registers} shared {shared}" + f", SPILLS {local} bytes" * (local > 0)
+        )
+    if skipped:
+        say(f"{skipped} cases skipped: {BUDGET_S} s were over, or the kernel does not compile")
+    else:
+        say_layers(total, say)
+
+
+def defines_text(kernel: GpuKernel) -> str:
+    """The tile of a kernel, as ``tile_text`` writes it."""
+    known = dict(kernel.defines)
+    bm, bn, bk, group, ahead = (int(known[name]) for name in ("BM", "BN", "BK", "GROUP_M", "AHEAD"))
+    stages = dict(kernel.options)["num_stages"]
+    return tile_text(Tile(bm, bn, bk, kernel.threads // 32, stages, bool(known["SWAP"]), group, ahead))
+
+
+def say_layers(total: dict[tuple[str, int], float], say: Any) -> None:
+    """The four linear layers of one layer of the model together."""
     for (format, live), us in sorted(total.items()):
         flops = sum(2.0 * live * (2 * n if e >= 2 else n) * k for n, k, e in SHAPES)
         say(
-            f"layer {format:5} m={live:4}: {us:8.1f} us, x32 = {us * 32 / 1e3:7.2f} ms, {flops / us / 1e6:4.0f} TFLOP/s, {live / us / 32 * 1e6:9.0f} tok/s"
+            f"layer {format:9} m={live:4}: {us:8.1f} us, x32 = {us * 32 / 1e3:7.2f} ms, {flops / us / 1e6:4.0f} TFLOP/s, {live / us / 32 * 1e6:9.0f} tok/s"
         )
-    if skipped:
-        say(f"{skipped} cells skipped: {BUDGET_S} s were over")
 
 
 def cublas_us(gpu: Gpu, problem: Problem, live: int, x: Any, weights: list[int]) -> float:
@@ -388,29 +473,45 @@ def main() -> None:
         if out:
             out.write_text("\n".join(lines) + "\n")
 
+    if "--first" in sys.argv[1:]:
+        first = first_cases()
+        gpu = loaded((candidate.kernel for _, candidate in first.values()), began, say)
+        time_first(gpu, first, began, say)
+    else:
+        search(began, say)
+    say(f"{time.time() - began:.0f} s")
+
+
+def loaded(wanted: Iterable[GpuKernel], began: float, say: Any) -> Gpu:
+    """The GPU with these kernels, compiled on all cores."""
+    kernels = {kernel.name: kernel for kernel in wanted}
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        built = list(pool.map(compile_kernel, kernels.values()))
+    say(f"{len(kernels)} kernels compiled in {time.time() - began:.0f} s")
+    gpu = Gpu()
+    for result in built:
+        gpu.load(kernels[result[0]], result)
+    return gpu
+
+
+def search(began: float, say: Any) -> None:
+    """Check every format and epilogue, then time all tiles that are worth a try."""
     checks = small_problems()
     cases: dict[tuple[str, int, int], list[tuple[Problem, Tile]]] = {}
     for format in TIMED:
         for index, (n, k, epilogue) in enumerate(SHAPES):
-            problem = Problem(format, n, k, k, n, epilogue, False, "bf16", 0)
+            problem = Problem(format, n, k, k, n, epilogue, False, "bf16", 0, "bf16" if epilogue >= 2 else "f32")
             for rows in ROWS:
                 if rows == 512 and FORMATS[format].is_float:
                     pass
                 cases[format, index, rows] = [(problem, tile) for tile in tiles_for(format, rows)]
     everything = checks + [case for tried in cases.values() for case in tried]
-    kernels = {kernel.name: kernel for kernel in (linear.kernel_of(*case) for case in everything)}
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        built = list(pool.map(compile_kernel, kernels.values(), chunksize=4))
-    say(f"{len(kernels)} kernels compiled in {time.time() - began:.0f} s")
-    gpu = Gpu()
-    for result in built:
-        gpu.load(kernels[result[0]], result)
+    gpu = loaded((linear.kernel_of(*case) for case in everything), began, say)
     check_all(gpu, checks, say)
     say(
         f"{time.time() - began:.0f} s; tiles are rows x weight rows x k step, w warps, s stages, T weights left, a ahead"
     )
     time_all(gpu, cases, began, say)
-    say(f"{time.time() - began:.0f} s")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def llama_bench(folder: Path, model: Path) -> dict[str, float]:
         what = f"prefill {test['n_prompt']}" if test["n_prompt"] else f"decode {test['n_gen']}"
         rates[what] = test["avg_ts"]
         print(f"llama.cpp {model.name}: {what}: {test['avg_ts']:,.1f} +- {test['stddev_ts']:.1f} tok/s "
-              f"({test['backends']})", flush=True)  # fmt: skip
+              f"({test['gpu_info'] or 'on the CPU'})", flush=True)  # fmt: skip
     return rates
 
 

@@ -5,6 +5,9 @@
     python gpu_real.py join OUT PARTS                                  (where the GPU is)
     python gpu_real.py run OUT                                         (where the GPU is)
 
+After a change of kernels ``make`` without its options compiles again and keeps the witnesses; ``split`` says which
+pieces of the weights changed, mostly none: then ``PARTS/small`` alone has to travel.
+
 The witness is llama.cpp's greedy continuation of each prompt. Given its tokens, every token of ours is its token, or
 the difference of both in the logits of transformers in float32 is printed.
 """
@@ -16,7 +19,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +71,31 @@ def sources() -> dict[str, str]:
     return {"smollm2": SMOLLM2, "gemma3": GEMMA3}
 
 
-def folders(out: Path) -> Iterator[Path]:
+def folders(out: Path) -> list[Path]:
     """Artifacts that are whole."""
-    return (path.with_suffix("") for path in sorted(out.glob("*.npz")) if (path.with_suffix("") / WEIGHTS).exists())
+    found = (path.with_suffix("") for path in sorted(out.glob("*.npz")))
+    return [path for path in found if (path / WEIGHTS).exists()]
 
 
 def make(name: str, source: str, arguments: argparse.Namespace) -> None:
-    """Compile, and write the witness's tokens and the reference's best logits beside the artifact."""
-    from tapeout.compiler.checkpoints.source import resolve_source
+    """Compile, and where llama.cpp is given write the witness beside the artifact."""
     from tapeout.compiler.driver import compile_spec
     from tapeout.compiler.spec import Model, Serving, Spec, Topology
+
+    serving = Serving(max_context=2048, max_sequences=1, prefill_chunk=512)
+    spec = Spec(model=Model(source=source), topology=Topology(device=arguments.device), serving=serving)
+    compile_spec(spec, arguments.out / name, force=True)
+    if arguments.llama_probe:
+        witness(name, source, arguments)
+
+
+def witness(name: str, source: str, arguments: argparse.Namespace) -> None:
+    """Write llama.cpp's tokens and the reference's best logits."""
+    from tapeout.compiler.checkpoints.source import resolve_source
     from tapeout.compiler.verify.reference import Reference
     from tapeout.runtime.tokenizer import load_tokenizer
 
-    folder = arguments.out / name
-    shutil.rmtree(folder, ignore_errors=True)
-    serving = Serving(max_context=2048, max_sequences=1, prefill_chunk=512)
-    compile_spec(Spec(model=Model(source=source), topology=Topology(device=arguments.device), serving=serving), folder)
-    path = resolve_source(source, Path.cwd())
+    folder, path = arguments.out / name, resolve_source(source, Path.cwd())
     tokenizer, reference = load_tokenizer(folder), Reference.open(path, "gguf")
     found: dict[str, Any] = {}
     for index, text in enumerate(PROMPTS):
@@ -111,21 +120,25 @@ def continued(arguments: argparse.Namespace, path: Path, ids: list[int]) -> list
 
 
 def split(out: Path, parts: Path, nbytes: int) -> None:
-    """Everything but the weights, and the weights in pieces."""
-    parts.mkdir(parents=True, exist_ok=True)
+    """Everything but the weights, and the weights in pieces; says which pieces are new or changed."""
+    shutil.rmtree(parts / "small", ignore_errors=True)
     for folder in folders(out):
+        shutil.copytree(folder, parts / "small" / folder.name, ignore=shutil.ignore_patterns("weights"))
+        shutil.copy(folder.with_suffix(".npz"), parts / "small")
         data = (folder / WEIGHTS).read_bytes()
         for number, start in enumerate(range(0, len(data), nbytes)):
-            (parts / f"{folder.name}.{number:02}").write_bytes(data[start : start + nbytes])
-        shutil.copytree(folder, parts / "small" / folder.name, ignore=shutil.ignore_patterns("weights"),
-                        dirs_exist_ok=True)  # fmt: skip
-        shutil.copy(folder.with_suffix(".npz"), parts / "small")
-    for path in sorted(parts.iterdir()):
-        print(path.name, path.stat().st_size if path.is_file() else "")
+            path, piece = parts / f"{folder.name}.{number:02}", data[start : start + nbytes]
+            same = path.exists() and path.read_bytes() == piece
+            path.write_bytes(piece)
+            print(f"{path} {len(piece):,} bytes, {'as before' if same else 'CHANGED'}")
+    small = sum(path.stat().st_size for path in (parts / "small").rglob("*") if path.is_file())
+    print(f"{parts / 'small'} {small:,} bytes")
 
 
 def join(out: Path, parts: Path) -> None:
     """What ``split`` cut, whole again; models of which a piece is missing fail their digests on load."""
+    for folder in folders(out):
+        shutil.rmtree(folder)  # an earlier run's kernels
     shutil.copytree(parts / "small", out, dirs_exist_ok=True)
     for npz in sorted(out.glob("*.npz")):
         pieces = sorted(parts.glob(f"{npz.stem}.[0-9][0-9]"))

@@ -2,6 +2,8 @@
 
 python gpu_small.py --build    without a GPU: kernels, weights and the sampler, into build/gpu/small
 python gpu_small.py            with a GPU: needs numpy and cuda.bindings
+
+With `sample`, either builds or runs the sampler alone.
 """
 
 from __future__ import annotations
@@ -19,21 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "gpu" / "small"
 MANY = 2048
 EMBED_VOCAB, EMBED_K = 64, 1024
-HIDDEN, INNER, VOCAB = 4096, 14336, 128256
+HIDDEN, INNER = 4096, 14336
 HEADS, KV_HEADS, D, PAGE_TOKENS, MAX_PAGES = 32, 8, 128, 32, 4096
 QKV = (HEADS + 2 * KV_HEADS) * D
 EPS = 1e-5
-
+SHARED = 232_448
+"""Shared memory of a block of the GPU."""
+SAMPLED = ((128_256, (1, 8, 64)), (49_152, (1, 64)), (262_144, (1, 64)), (1000, (1,)), (31, (1,)))
+"""Vocabularies, and rows of logits."""
 
 # ---- building, without a GPU
 
 
-def build(arch: str = "sm_90") -> None:
+def build(only_sample: bool, arch: str = "sm_90") -> None:
     """Compile everything the script runs."""
-    from tapeout.compiler.emit.pack import pack_planes
-    from tapeout.compiler.formats import FORMATS
     from tapeout.compiler.kernels.cuda import nvrtc, small
-    from tapeout.compiler.kernels.cuda.attention import Attention
     from tapeout.compiler.kernels.toolchain import Unit, build_libraries
 
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -49,8 +51,27 @@ def build(arch: str = "sm_90") -> None:
         r = cubin.resources
         params = [p.name for p in kernel.params]
         meta[label] = {"file": kernel.name, "symbol": r.symbol, "threads": kernel.threads, "grid": candidate.grid}
-        meta[label] |= {"params": params, "nbytes": candidate.nbytes, "registers": r.registers}
+        meta[label] |= {"params": params, "nbytes": candidate.nbytes, "shared": r.dynamic_shared}
         print(f"{label:28} {r.registers} registers, {r.shared} shared, {r.spill_bytes} spilled, {r.stack_bytes} stack")
+
+    for vocab, many in SAMPLED:
+        for rows in many:
+            put(f"sample {vocab} x{rows}", small.sample(vocab, rows, advance=True, shared=SHARED))
+    library = build_libraries([Unit("engine.c"), Unit("sample.c")], [], ["x86_64_v3"], FOLDER / "cache")
+    (FOLDER / "sampler.so").write_bytes(library["x86_64_v3"])
+    if not only_sample:
+        build_rows(put)
+        build_embed(put)
+    (FOLDER / "meta.json").write_text(json.dumps(meta))
+    print(len(meta), "kernels,", sum(f.stat().st_size for f in FOLDER.iterdir() if f.is_file()), "bytes")
+
+
+Put = Callable[[str, Any], None]
+
+
+def build_rows(put: Put) -> None:
+    from tapeout.compiler.kernels.cuda import small
+    from tapeout.compiler.kernels.cuda.attention import Attention
 
     rope = Attention(
         *(HEADS, KV_HEADS, D, PAGE_TOKENS, MAX_PAGES, 1.0, QKV, 0, HEADS * D, (HEADS + KV_HEADS) * D), qk_norm=True
@@ -65,8 +86,13 @@ def build(arch: str = "sm_90") -> None:
         put(f"gather {rows}", small.gather(HIDDEN, rows))
         put(f"rope_kv {rows}", small.rope_kv(rope, rows))
         put(f"embed {rows}", small.embed("q4_0", 4096, HIDDEN, 1.0, rows))
-    for rows in (1, 64):
-        put(f"sample {rows}", small.sample(VOCAB, rows, advance=True))
+
+
+def build_embed(put: Put) -> None:
+    from tapeout.compiler.emit.pack import pack_planes
+    from tapeout.compiler.formats import FORMATS
+    from tapeout.compiler.kernels.cuda import small
+
     data: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     for name, known in FORMATS.items():
@@ -78,10 +104,6 @@ def build(arch: str = "sm_90") -> None:
         data[f"{name}.w"] = rows if known.is_float else pack_planes(name, rows, EMBED_K)
         data[f"{name}.y"] = known.decode(rows) * np.float32(1.5)
     np.savez_compressed(FOLDER / "embed.npz", **data)
-    library = build_libraries([Unit("engine.c"), Unit("sample.c")], [], ["x86_64_v3"], FOLDER / "cache")
-    (FOLDER / "sampler.so").write_bytes(library["x86_64_v3"])
-    (FOLDER / "meta.json").write_text(json.dumps(meta))
-    print(len(meta), "kernels,", sum(f.stat().st_size for f in FOLDER.iterdir() if f.is_file()), "bytes")
 
 
 # ---- the device
@@ -109,7 +131,10 @@ class Gpu:
         self.functions: dict[str, Any] = {}
         for label, entry in self.meta.items():
             module = check(cu.cuModuleLoadData((FOLDER / entry["file"]).read_bytes()))
-            self.functions[label] = check(cu.cuModuleGetFunction(module, entry["symbol"].encode()))
+            function = check(cu.cuModuleGetFunction(module, entry["symbol"].encode()))
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(cu.cuFuncSetAttribute(function, attribute, entry["shared"]))
+            self.functions[label] = function
 
     def put(self, array: Any) -> int:
         """Memory that holds a copy of an array."""
@@ -137,7 +162,7 @@ class Gpu:
         config = cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = entry["grid"]
         config.blockDimX, config.blockDimY, config.blockDimZ = entry["threads"], 1, 1
-        config.hStream = self.stream
+        config.sharedMemBytes, config.hStream = entry["shared"], self.stream
         attribute = cu.CUlaunchAttribute()
         attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         value = cu.CUlaunchAttributeValue()
@@ -315,25 +340,24 @@ class Sampling(C.Structure):
     )
 
 
-def bench_sample(gpu: Gpu, rows: int, spread: float) -> None:
-    """Draws equal the CPU's, step after step; then times by setting."""
-    cpu = C.CDLL(str(FOLDER / "sampler.so"))
-    cpu.tp_sample.argtypes = [C.c_void_p, C.c_int, C.c_void_p]
-    logits = random(rows, VOCAB, seed=rows) * np.float32(spread)
-    device_logits = gpu.put(logits)
-    splits = gpu.meta[f"sample {rows}"]["grid"][0]
-    kept = {
-        "logits": device_logits,
-        "scratch": gpu.empty(rows * splits * 16),
-        "counters": gpu.put(np.zeros(rows, np.int32)),
-    }
-    for name, t, k, p in (
-        ("greedy", 0.0, 0, 1.0),
-        ("temperature", 0.8, 0, 1.0),
-        ("top-p 0.9", 1.0, 0, 0.9),
-        ("top-k 50", 1.0, 50, 1.0),
-        ("top-k 50 top-p 0.9", 0.7, 50, 0.9),
-    ):
+SETTINGS = (
+    ("greedy", 0.0, 0, 1.0),
+    ("temperature", 0.8, 0, 1.0),
+    ("top-p 0.9", 1.0, 0, 0.9),
+    ("top-k 50", 1.0, 50, 1.0),
+    ("top-k 50 top-p 0.9", 0.7, 50, 0.9),
+)
+"""Names, with temperature, top-k and top-p."""
+
+
+def bench_sample(gpu: Gpu, cpu: C.CDLL, vocab: int, rows: int, spread: float, rounded: bool = False) -> None:
+    """Draws equal the CPU's, step after step; then times by setting. ``rounded``: logits of bfloat16, many of them
+    equal."""
+    logits = random(rows, vocab, seed=rows) * np.float32(spread)
+    if rounded:
+        logits = (logits.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    label, device_logits = f"sample {vocab} x{rows}", gpu.put(logits)
+    for name, t, k, p in SETTINGS:
         fields = {
             "temperature": np.full(rows, t, np.float32),
             "top_p": np.full(rows, p, np.float32),
@@ -346,41 +370,55 @@ def bench_sample(gpu: Gpu, rows: int, spread: float) -> None:
             "tokens": np.zeros(rows, np.int32),
             "positions": np.zeros(rows, np.int32),
         }
-        call = {**kept, **{key: gpu.put(value) for key, value in fields.items()}}
+        call = {"logits": device_logits, **{key: gpu.put(value) for key, value in fields.items()}}
         steps, different, worst = 12 if rows == 1 else 2, 0, 0.0
         for step in range(steps):
-            gpu.launch(f"sample {rows}", **call)
+            gpu.launch(label, **call)
             tokens = gpu.get(call["sampled"], (rows,), np.int32)
             logprob = gpu.get(call["logprob"], (rows,), np.float32)
             for row in range(rows):
                 want = Sampling(t, p, k, 1, row * 7 + 3, step)
-                cpu.tp_sample(logits[row].ctypes.data, VOCAB, C.byref(want))
+                cpu.tp_sample(logits[row].ctypes.data, vocab, C.byref(want))
                 different += int(tokens[row] != want.token)
                 worst = max(worst, abs(float(logprob[row]) - want.logprob)) if tokens[row] == want.token else worst
 
         def launches(call: dict[str, int] = call) -> None:
-            for _ in range(10):
-                gpu.launch(f"sample {rows}", **call)
+            for _ in range(20):
+                gpu.launch(label, **call)
 
-        time = gpu.microseconds(launches, 10)
+        time = gpu.microseconds(launches, 20)
         verdict = "ok" if different == 0 and worst < 5e-6 else "WRONG"
         print(
-            f"sample {rows:3} x{spread:.0f} {name:20} {different} of {rows * steps} differ, logprob {worst:.0e}"
-            f" {verdict:5} {time:8.2f} us",
+            f"{label:18} sigma {spread:.0f}{' bf16' if rounded else '':5} {name:18} {different} of {rows * steps} differ,"
+            f" logprob {worst:.0e} {verdict:5} {time:8.2f} us",
             flush=True,
         )
+    gpu.cu.cuMemFree(device_logits)
+
+
+def bench_sampler(gpu: Gpu) -> None:
+    """Flat and peaked logits, then logits with many equals."""
+    cpu = C.CDLL(str(FOLDER / "sampler.so"))
+    cpu.tp_sample.argtypes = [C.c_void_p, C.c_int, C.c_void_p]
+    for vocab, many in SAMPLED:
+        for rows in many:
+            for spread in (1, 3) if rows < 64 else (2,):
+                bench_sample(gpu, cpu, vocab, rows, spread)
+    bench_sample(gpu, cpu, SAMPLED[0][0], 8, 2, rounded=True)
 
 
 def main() -> None:
+    only_sample = "sample" in sys.argv
     if "--build" in sys.argv:
-        return build()
+        return build(only_sample)
     gpu = Gpu()
+    bench_sampler(gpu)
+    if only_sample:
+        return None
     bench_embed(gpu)
     for rows in (1, MANY):
         bench_rows(gpu, rows)
         bench_rope(gpu, rows)
-    for rows, spread in ((1, 1), (1, 3), (64, 2)):
-        bench_sample(gpu, rows, spread)
     return None
 
 

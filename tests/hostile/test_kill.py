@@ -41,10 +41,14 @@ while True:
 """
 
 
-def writer(out: Path, text: str, *more: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(out), text, *more], stdout=subprocess.PIPE, text=True)
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "start\n"
     return process
+
+
+def writer(out: Path, text: str, *more: str) -> subprocess.Popen[str]:
+    return start(WRITER, str(out), text, *more)
 
 
 def content(out: Path) -> str:
@@ -124,13 +128,24 @@ def test_kill_at_each_step(tmp_path: Path, place: str, when: str, count: int, ex
     assert content(out) == "end" and os.listdir(tmp_path) == ["artifact"]
 
 
+INTERRUPTED = """
+import signal, sys, time
+from pathlib import Path
+from tapeout.compiler.artifact import ArtifactWriter
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background job starts ignores it
+with ArtifactWriter(Path(sys.argv[1])) as writer:
+    writer.add("part", b"bytes")
+    print("start", flush=True)
+    time.sleep(600)
+"""
+
+
 def test_interrupt_removes_the_temporary_folder(tmp_path: Path) -> None:
-    out = tmp_path / "artifact"
-    process = writer(out, "new")
-    time.sleep(0.1)
+    process = start(INTERRUPTED, str(tmp_path / "artifact"))
+    assert len(os.listdir(tmp_path)) == 1
     process.send_signal(signal.SIGINT)
-    process.wait()
-    assert set(os.listdir(tmp_path)) <= {"artifact"}
+    assert process.wait(timeout=60) == -signal.SIGINT
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture

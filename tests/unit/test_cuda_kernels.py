@@ -282,12 +282,10 @@ def sample(logits: F32, settings: list[dict[str, float]], seed: int = 0, advance
     """Launch the kernel in a bucket that is a row too large, and check what must not change."""
     rows, vocab = logits.shape
     step = Step(settings, rows + 1)
-    scratch = np.empty(small.sample_scratch_bytes(vocab, rows + 1), np.uint8)
-    counters = np.zeros(small.sample_counter_bytes(rows + 1) // 4, np.int32)
     padded = np.concatenate([logits, np.full((1, vocab), np.nan, np.float32)])
-    kernel = small.sample(vocab, rows + 1, advance)
-    launch(kernel, seed, logits=padded, scratch=scratch, counters=counters, **step.arrays)
-    assert (counters == 0).all()
+    candidate = small.sample(vocab, rows + 1, advance)
+    arguments = {"logits": padded, **step.arrays}
+    run(candidate.kernel, candidate.grid, arguments, seed, cluster=candidate.grid[0])
     assert step.arrays["sampled"][-1] == -7
     assert step.arrays["tokens"][-1] == -7
     return step.arrays
@@ -376,13 +374,52 @@ def test_many_draws_of_one_row_equal_those_of_the_cpu(cpu: C.CDLL) -> None:
     assert len(set(result["sampled"][:100].tolist())) > 20
 
 
-def test_a_real_vocabulary(cpu: C.CDLL) -> None:
-    settings: list[dict[str, float]] = [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}]
-    logits = random(2, 128256) * 2
-    result = sample(logits, settings)
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 3), (31, 64), (1000, 1), (49_152, 3), (128_256, 3), (262_144, 1)])
+def test_vocabularies_and_rows(cpu: C.CDLL, vocab: int, rows: int) -> None:
+    settings = [{}, *GRID[3::5]] * 11
+    for seed, spread in ((0, 1), (5, 4)):
+        logits = random(rows, vocab, seed=seed) * np.float32(spread)
+        mine = [settings[(seed + i) % len(settings)] for i in range(rows)]
+        result = sample(logits, mine, seed)
+        expected = [on_cpu(cpu, row, **each) for row, each in zip(logits, mine, strict=True)]
+        assert result["sampled"][:rows].tolist() == [token for token, _ in expected]
+        close(result["logprob"][:rows], np.array([p for _, p in expected]), 2e-6)
+
+
+@pytest.mark.parametrize("kind", ["equal", "rounded", "tail", "masked"])
+def test_more_candidates_than_a_block_lists(cpu: C.CDLL, kind: str) -> None:
+    """All blocks of the cluster then search together, and ties end in the middle of one."""
+    vocab = 40_003
+    settings: list[dict[str, float]] = [
+        {"temperature": 1.0, "top_k": 30_000, "seed": 1},
+        {"temperature": 1.0, "top_p": 0.6, "seed": 2},
+        {"temperature": 2.0, "top_k": 20_011, "top_p": 0.7, "seed": 3},
+        {"temperature": 0.5, "top_k": 39_999, "top_p": 0.999999, "seed": 4, "position": 8},
+    ]
+    logits = random(len(settings), vocab)
+    if kind == "equal":
+        logits[:] = -3.25
+    elif kind == "rounded":
+        logits = logits.round(0)
+    elif kind == "tail":
+        logits[:, 77] = 60.0  # all others are in the last bin
+    else:
+        logits[:, 5000:] = -np.inf
+    result = sample(logits, settings, 3)
     expected = [on_cpu(cpu, row, **each) for row, each in zip(logits, settings, strict=True)]
-    assert result["sampled"][:2].tolist() == [token for token, _ in expected]
-    close(result["logprob"][:2], np.array([p for _, p in expected]), 2e-6)
+    assert result["sampled"][: len(settings)].tolist() == [token for token, _ in expected]
+
+
+def test_logits_that_do_not_fit_are_read_again(cpu: C.CDLL) -> None:
+    """A vocabulary whose slices shared memory holds in part, and rows that do not start on 16 bytes."""
+    settings: list[dict[str, float]] = [{"temperature": 1.0, "top_k": 5000, "top_p": 0.9, "seed": s} for s in range(4)]
+    logits = random(len(settings), 9001)
+    candidate = small.sample(9001, len(settings), False, shared=small.SAMPLE_WORKSPACE + 4096)
+    assert dict(candidate.kernel.defines)["HELD"] == 1024
+    step = Step(settings, len(settings))
+    run(candidate.kernel, candidate.grid, {"logits": logits, **step.arrays}, 1, cluster=candidate.grid[0])
+    expected = [on_cpu(cpu, row, **each)[0] for row, each in zip(logits, settings, strict=True)]
+    assert step.arrays["sampled"].tolist() == expected
 
 
 def test_advance_makes_the_next_steps_inputs() -> None:

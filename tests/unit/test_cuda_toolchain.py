@@ -20,7 +20,7 @@ from tapeout.compiler.kernels.cuda.triton_source import FOLDER, triton_content
 from tapeout.compiler.kernels.cuda.triton_worker import TritonWorker
 from tapeout.runtime.errors import TapeoutError
 
-DEVICES = {"sm_90": "h200", "sm_120": "rtx-pro-6000"}
+DEVICES = ["h200", "rtx-pro-6000"]
 ALL_DEVICES = ["a100", "b200", "h200", "rtx-4090", "rtx-5090", "rtx-pro-6000"]
 
 SOURCE = """
@@ -79,11 +79,11 @@ def template_modules() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("module", template_modules())
-def test_every_template_compiles_and_fits(module: str, arch: str, tmp_path: Path) -> None:
+def test_every_template_compiles_and_fits(module: str, device: str, tmp_path: Path) -> None:
     kernels = importlib.import_module(f"tapeout.compiler.kernels.cuda.{module}").examples()
-    results = build(kernels, arch, gpu(DEVICES[arch]), tmp_path)
+    results = build(kernels, gpu(device), tmp_path)
     refused = {name: result.reason for name, result in results.items() if isinstance(result, Rejected)}
     assert refused == {}
     assert kernels and list(results) == [kernel.name for kernel in kernels]
@@ -149,7 +149,7 @@ def test_parameters_that_the_source_does_not_take_are_refused(sources: Path) -> 
 
 def test_shared_memory_is_checked_before_anything_is_compiled(sources: Path, tmp_path: Path) -> None:
     (sources / "one.cu").write_text("not even C++")
-    results = build([kernel(shared=131_072)], "sm_120", gpu("rtx-pro-6000"), tmp_path / "cache", sources=sources)
+    results = build([kernel(shared=131_072)], gpu("rtx-pro-6000"), tmp_path / "cache", sources=sources)
     reason = "needs 131,072 bytes of shared memory a block; rtx-pro-6000 has 101,376"
     assert results == {"one": Rejected(reason)}
     assert list((tmp_path / "cache").iterdir()) == []
@@ -157,13 +157,13 @@ def test_shared_memory_is_checked_before_anything_is_compiled(sources: Path, tmp
 
 def test_static_shared_memory_counts_too(sources: Path, tmp_path: Path) -> None:
     device = gpu("rtx-pro-6000")
-    results = build([kernel(shared=device.shared_per_block - 1199)], "sm_120", device, tmp_path, sources=sources)
+    results = build([kernel(shared=device.shared_per_block - 1199)], device, tmp_path, sources=sources)
     assert results["one"] == Rejected("needs 101,377 bytes of shared memory a block; rtx-pro-6000 has 101,376")
 
 
 def test_spills_are_refused(sources: Path, tmp_path: Path) -> None:
     spiller = kernel("spills", source="spills.cu", threads=1024, shared=0)
-    (result,) = build([spiller], "sm_90", gpu("h200"), tmp_path, sources=sources).values()
+    (result,) = build([spiller], gpu("h200"), tmp_path, sources=sources).values()
     assert isinstance(result, Rejected)
     assert re.fullmatch(r"spills [\d,]+ bytes a thread to memory with 32 registers", result.reason)
 
@@ -213,10 +213,10 @@ def test_blocks_a_multiprocessor_holds(device: str, threads: int, registers: int
 def test_each_kernel_is_an_entry_of_its_own(sources: Path, tmp_path: Path) -> None:
     cache, device = tmp_path / "cache", gpu("h200")
     steps: list[tuple[int, int]] = []
-    first = build([kernel()], "sm_90", device, cache, sources=sources)
+    first = build([kernel()], device, cache, sources=sources)
     kept = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
     more = [kernel(), kernel("two", source="two.cu"), kernel("three", threads=128)]
-    second = build(more, "sm_90", device, cache, lambda done, total: steps.append((done, total)), sources=sources)
+    second = build(more, device, cache, lambda done, total: steps.append((done, total)), sources=sources)
     assert second["one"] == first["one"]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     assert len(list(cache.iterdir())) == 3
@@ -224,19 +224,19 @@ def test_each_kernel_is_an_entry_of_its_own(sources: Path, tmp_path: Path) -> No
 
 
 def test_a_hit_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = build([kernel()], "sm_90", gpu("h200"), tmp_path, sources=sources)
+    first = build([kernel()], gpu("h200"), tmp_path, sources=sources)
     monkeypatch.setattr(nvrtc, "compile_cuda", lambda *_: pytest.fail("compiled again"))
-    assert build([kernel()], "sm_90", gpu("h200"), tmp_path, sources=sources) == first
+    assert build([kernel()], gpu("h200"), tmp_path, sources=sources) == first
 
 
 def test_a_damaged_entry_is_built_again(sources: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    first = build([kernel()], "sm_90", gpu("h200"), cache, sources=sources)
+    first = build([kernel()], gpu("h200"), cache, sources=sources)
     (entry,) = cache.iterdir()
     whole = entry.read_bytes()
     for broken in (b"", b"{}\n", whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
         entry.write_bytes(broken)
-        assert build([kernel()], "sm_90", gpu("h200"), cache, sources=sources) == first
+        assert build([kernel()], gpu("h200"), cache, sources=sources) == first
         assert entry.read_bytes() == whole
 
 
@@ -260,13 +260,13 @@ def test_the_key_follows_content_and_nothing_else(
 
 def test_two_kernels_of_one_name_are_refused(sources: Path, tmp_path: Path) -> None:
     with pytest.raises(TapeoutError, match="two different kernels are called one"):
-        build([kernel(), kernel(threads=128)], "sm_90", gpu("h200"), tmp_path, sources=sources)
+        build([kernel(), kernel(threads=128)], gpu("h200"), tmp_path, sources=sources)
 
 
 def test_one_kernel_that_does_not_compile_ends_the_build(sources: Path, tmp_path: Path) -> None:
     (sources / "two.cu").write_text("nonsense")
     with pytest.raises(TapeoutError, match=r"compiling two\.cu"):
-        build([kernel(), kernel("two", source="two.cu")], "sm_90", gpu("h200"), tmp_path, sources=sources)
+        build([kernel(), kernel("two", source="two.cu")], gpu("h200"), tmp_path, sources=sources)
 
 
 # -- Triton

@@ -1,7 +1,7 @@
 """Attention on a GPU: the kernel instances for a layer's shape, their launch shapes, costs and scratch memory.
 
 ``attention_decode`` takes one row a sequence, normalises and rotates its query and key, writes key and value to their
-page and attends, split over the live keys (triton_attention.py, or src/attention.cu);
+page and attends, split over the live keys (src/attention.cu);
 ``attention_prefill`` takes a chunk of one sequence whose keys and values are in the pool already (triton_attention.py).
 """
 
@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tapeout.compiler.kernels.cuda.base import FLOAT_NAMES, Candidate, Define, GpuKernel, Param
+
+if TYPE_CHECKING:
+    from tapeout.compiler.devices import CudaDevice
 
 Out = Literal["f32", "bf16", "f16"]
 
 
-class DecodeTile(NamedTuple):
-    """Keys of a tile, warps, pipeline stages, and up to how many tiles one block takes without sharing them."""
-
-    keys: int
-    warps: int = 4
-    stages: int = 3
-    alone: int = 1
-
-
 class Blocks(NamedTuple):
-    """How the CUDA decode kernel spreads: warps of a block, blocks of a cluster, tiles of 16 keys that a warp loads at
-    once, how many such loads a warp takes before more blocks (near) and more clusters (far) join in, and how many
-    blocks find registers on one multiprocessor."""
+    """How the decode kernel spreads.
 
-    warps: int = 8
-    cluster: int = 8
-    tiles: int = 1
+    Warps of a block; slots of a warp's ring, each the keys or the values of 16 tokens; how many such units each warp of
+    a lone block may have before more blocks join in (near), and how many a warp has then (far); how many blocks may
+    share one sequence's key head, and how many of these, a power of two, collect the results.
+    """
+
+    warps: int
+    depth: int
     near: int = 1
-    far: int = 4
-    resident: int = 2
+    far: int = 1
+    splits: int = 1
+    collectors: int = 1
 
 
 class PrefillTile(NamedTuple):
@@ -47,12 +44,6 @@ class PrefillTile(NamedTuple):
     stages: int
 
 
-DECODE_TILES = (
-    DecodeTile(128, stages=2, alone=2),
-    DecodeTile(64, stages=4, alone=4),
-    DecodeTile(64, stages=2, alone=4),
-    DecodeTile(32, stages=2, alone=4),
-)
 PREFILL_TILES = (
     PrefillTile(128, 64, 8, 3),
     PrefillTile(128, 64, 8, 2),
@@ -62,12 +53,10 @@ PREFILL_TILES = (
     PrefillTile(32, 32, 4, 2),
 )
 """Configurations, the best first; what exceeds a device is rejected when it is compiled."""
-MAX_SPLITS = 64
-SHARED_BYTES = 50 * 1024
-"""What a decode block may take, so that the next kernel finds room beside it and starts to load its weights."""
-BLOCKS_PER_SM = 1
-MAX_CLUSTER = 8
-_PART_PADDING = 32  # floats behind a split's output: 16 maxima and 16 sums
+MAX_SPLITS = 128
+MAX_COLLECTORS = 32
+DEPTHS = range(2, 9)
+_PART_BYTES = 32  # of four numbers of a result, with their maximum and sum
 
 
 @dataclass(frozen=True)
@@ -95,45 +84,23 @@ class Attention:
     eps: float = 1e-6
 
 
-def splits(shape: Attention, sequences: int, sm_count: int, tile: int = DECODE_TILES[0].keys) -> int:
-    """How many blocks may share one sequence's key head: enough to fill the device, no more than there are tiles."""
-    pairs = shape.kv_heads * sequences
-    wanted = BLOCKS_PER_SM * sm_count // pairs
-    keys = shape.max_pages * shape.page_tokens
-    if shape.window:
-        keys = min(keys, shape.window + tile)
-    return max(1, min(wanted, MAX_SPLITS, -(-keys // tile)))
+def partial_bytes(shape: Attention, sequences: int, device: CudaDevice) -> int:
+    """Memory for the blocks' parts of the results; zero before the first launch, and left zero by each."""
+    splits = (blocks.splits for blocks in block_choices(shape, sequences, device))
+    parts = shape.kv_heads * sequences * max((n for n in splits if n > 1), default=0)
+    return parts * (shape.heads // shape.kv_heads) * shape.head_dim // 4 * _PART_BYTES
 
 
-def partial_bytes(shape: Attention, sequences: int, sm_count: int) -> int:
-    """Scratch for the splits' results: enough for every candidate of ``decode``."""
-    group = shape.heads // shape.kv_heads
-    most = max(splits(shape, sequences, sm_count, tile.keys) for tile in DECODE_TILES)
-    most = max(most, *(spread for _, spread in _spreads(shape, sequences, sm_count)))
-    return sequences * shape.kv_heads * most * (group * shape.head_dim + _PART_PADDING) * 4
-
-
-def counter_bytes(shape: Attention, sequences: int) -> int:
-    """Counters of arrived blocks, i32; zero before the first launch, and left zero by each."""
-    return sequences * shape.kv_heads * MAX_CLUSTER * 4
-
-
-def decode(shape: Attention, sequences: int, sm_count: int, context: int, out: Out) -> list[Candidate]:
-    """Kernels for one row of each of ``sequences``; costs are those of ``context`` live keys a sequence.
-
-    The Triton kernels come first: the CUDA kernel gave the right numbers on an H200 and was not timed beside them.
-    """
+def decode(shape: Attention, sequences: int, device: CudaDevice, context: int, out: Out) -> list[Candidate]:
+    """Kernels for one row of each of ``sequences``; costs are those of ``context`` live keys a sequence."""
     live = min(context, shape.window) if shape.window else context
     nbytes = sequences * live * shape.kv_heads * shape.head_dim * 4
     operations = 4 * sequences * live * shape.heads * shape.head_dim
     found: list[Candidate] = []
-    for tile in DECODE_TILES:
-        count = splits(shape, sequences, sm_count, tile.keys)
-        kernel = decode_kernel(shape, count, tile, out)
-        found.append(Candidate(kernel, (count, shape.kv_heads, sequences), nbytes, operations, "bf16"))
-    for blocks, count in _spreads(shape, sequences, sm_count):
-        kernel = cuda_decode_kernel(shape, count, blocks, out)
-        found.append(Candidate(kernel, (count, shape.kv_heads, sequences), nbytes, operations, "bf16"))
+    for blocks in block_choices(shape, sequences, device):
+        kernel = decode_kernel(shape, sequences, blocks, out, device.half_shared)
+        grid = max(device.sm_count, blocks.splits * shape.kv_heads * sequences)
+        found.append(Candidate(kernel, (grid, 1, 1), nbytes, operations, "bf16"))
     return found
 
 
@@ -151,8 +118,11 @@ def prefill(shape: Attention, rows: int, context: int, out: Out) -> list[Candida
     return found
 
 
-def cuda_decode_kernel(shape: Attention, count: int, blocks: Blocks, out: Out) -> GpuKernel:
-    """One instance of attention.cu for a grid of ``count`` blocks a key head, a multiple of the cluster."""
+def decode_kernel(shape: Attention, rows: int, blocks: Blocks, out: Out, half_shared: int) -> GpuKernel:
+    """One instance of attention.cu for up to ``rows`` rows.
+
+    It takes ``half_shared`` bytes of shared memory, or more if it needs more: see gemv.py for why.
+    """
     defines: dict[str, Define] = {
         "HEADS": shape.heads,
         "KV_HEADS": shape.kv_heads,
@@ -170,45 +140,25 @@ def cuda_decode_kernel(shape: Attention, count: int, blocks: Blocks, out: Out) -
         "SCALE": float(shape.scale),
         "WINDOW": shape.window,
         "OUT": FLOAT_NAMES[out],
-        "SPLITS": count,
-        "CLUSTER": blocks.cluster,
+        "ROWS": rows,
+        "SPLITS": blocks.splits,
+        "COLLECTORS": blocks.collectors,
         "WARPS": blocks.warps,
-        "TILES": blocks.tiles,
+        "DEPTH": blocks.depth,
         "NEAR": blocks.near,
         "FAR": blocks.far,
-        "MIN_BLOCKS": blocks.resident,
     }
     digest = hashlib.sha256(repr((sorted(defines.items()), out)).encode()).hexdigest()[:8]
     return GpuKernel(
-        name=f"attention_decode_{_name(shape)}_{out}_x{count}_c{blocks.cluster}_w{blocks.warps}_{digest}",
+        name=f"attention_decode_{_name(shape)}_{out}_r{rows}_x{blocks.splits}_w{blocks.warps}_d{blocks.depth}_{digest}",
         template="attention_decode",
         language="cuda",
         source="attention.cu",
         params=_decode_params(out),
         defines=tuple(defines.items()),
         threads=blocks.warps * 32,
-        shared=_shared_bytes(shape, blocks.warps),
+        shared=max(half_shared, _shared_bytes(shape, blocks)),
     )
-
-
-def decode_kernel(shape: Attention, count: int, tile: DecodeTile, out: Out) -> GpuKernel:
-    """One instance of attention_decode with ``count`` splits."""
-    defines: dict[str, Define] = {
-        **_common(shape),
-        "LD": shape.row,
-        "Q_COL": shape.q_col,
-        "K_COL": shape.k_col,
-        "V_COL": shape.v_col,
-        "ROPE": shape.rope,
-        "FACTOR": shape.factor,
-        "EPS": shape.eps,
-        "QK_NORM": shape.qk_norm,
-        "SPLITS": count,
-        "ALONE": tile.alone,
-        "BN": tile.keys,
-    }
-    name = f"attention_decode_{_name(shape)}_{out}_x{count}_t{tile.keys}_w{tile.warps}_p{tile.stages}"
-    return _kernel(name, "attention_decode", _decode_params(out), defines, tile.warps, tile.stages)
 
 
 def prefill_kernel(shape: Attention, tile: PrefillTile, out: Out) -> GpuKernel:
@@ -231,15 +181,13 @@ def examples() -> list[GpuKernel]:
     gemma = _plain(4, 1, 256, window=512, qk_norm=True)
     odd = _plain(9, 3, 64, rope=False)
     return [
-        cuda_decode_kernel(llama, 16, Blocks(resident=1), "f32"),
-        cuda_decode_kernel(llama, 1, Blocks(cluster=1), "bf16"),
-        cuda_decode_kernel(_plain(64, 8, 128), 16, Blocks(resident=1), "f32"),
-        cuda_decode_kernel(_plain(16, 1, 128), 64, Blocks(warps=4, resident=1), "f32"),
-        cuda_decode_kernel(gemma, 4, Blocks(cluster=4, resident=1), "f32"),
-        cuda_decode_kernel(odd, 40, Blocks(tiles=2, resident=1), "f16"),
-        decode_kernel(llama, 33, DecodeTile(64), "f32"),
-        decode_kernel(gemma, 9, DecodeTile(32, stages=2), "f32"),
-        decode_kernel(odd, 1, DecodeTile(32, stages=2), "bf16"),
+        decode_kernel(llama, 1, Blocks(6, 4, 2, 1, 16, 8), "f32", 0),
+        decode_kernel(llama, 64, Blocks(6, 4, 2), "bf16", 0),
+        decode_kernel(llama, 4, Blocks(5, 2, 1, 1, 4, 2), "f32", 0),
+        decode_kernel(_plain(64, 8, 128, qk_norm=True), 1, Blocks(5, 4, 2, 1, 16, 8), "f32", 0),
+        decode_kernel(_plain(16, 1, 128), 1, Blocks(4, 5, 2, 1, 128, 32), "f32", 0),
+        decode_kernel(gemma, 1, Blocks(4, 2, 1, 1, 6, 4), "f32", 0),
+        decode_kernel(odd, 1, Blocks(8, 6, 3, 1, 44, 16), "f16", 0),
         prefill_kernel(llama, PrefillTile(128, 32, 8, 2), "bf16"),
         prefill_kernel(gemma, PrefillTile(64, 32, 8, 2), "bf16"),
         prefill_kernel(odd, PrefillTile(64, 64, 4, 2), "f16"),
@@ -262,35 +210,56 @@ def _decode_params(out: Out) -> tuple[Param, ...]:
         Param("k_norm", dtype="f32"),
         Param("kv", dtype="f16"),
         Param("out", dtype=out),
-        Param("partial", dtype="f32"),
-        Param("counters", dtype="i32"),
+        Param("partial"),
         Param("counts", dtype="i32"),
     )
 
 
-def _shared_bytes(shape: Attention, warps: int) -> int:
-    """Dynamic shared memory of attention.cu; the order is that of ``Shared`` in attention.cuh."""
-    group, dim = shape.heads // shape.kv_heads, shape.head_dim
-    pieces = -(-dim // 32)
-    query = -(-group // 8) * 8 * (pieces * 32 + (0 if pieces % 2 else 32)) * 2
-    current = dim * 6 + 64
-    sums = warps * group * ((dim + 4) * 4 + 8)
-    exchanged = (group * dim // 4 + MAX_CLUSTER) * 16 + MAX_CLUSTER * group * 8
-    return query + current + sums + exchanged
+def block_choices(shape: Attention, sequences: int, device: CudaDevice) -> list[Blocks]:
+    """Ways to spread the decode kernel, the best first; where it spills, fewer warps have more registers.
+
+    The best fills its half of the shared memory with rings that hold the most whole units (keys and values): those are
+    there before the kernel waits. Among equals it has the most warps. A lone block serves what its rings hold, and more
+    blocks join in for more keys than that.
+    """
+    found: list[Blocks] = []
+    for most in (8, 4, 2):
+        fitting = [
+            Blocks(warps, depth, depth // 2)
+            for warps in range(1, most + 1)
+            for depth in DEPTHS
+            if _shared_bytes(shape, Blocks(warps, depth)) <= device.half_shared
+        ]
+        best = max(fitting, key=lambda b: (b.warps * b.near, b.warps, b.depth), default=Blocks(most, 2))
+        splits, collectors = _spread(shape, sequences, best.warps, device)
+        found.append(best._replace(splits=splits, collectors=collectors))
+    return list(dict.fromkeys(found))
 
 
-def _spreads(shape: Attention, sequences: int, sm_count: int) -> list[tuple[Blocks, int]]:
-    """Ways to spread the CUDA kernel, the best first, each with its blocks a key head."""
-    group = shape.heads // shape.kv_heads
-    warps = next((w for w in (8, 4, 2) if _shared_bytes(shape, w) <= SHARED_BYTES), 1)
-    wanted = sm_count // (shape.kv_heads * sequences)
+def _spread(shape: Attention, sequences: int, warps: int, device: CudaDevice) -> tuple[int, int]:
+    """How many blocks share a key head at most, and how many of them collect.
+
+    Together they fill the device, but there are no more blocks than units of keys for their warps. A collector waits
+    for the other blocks of its key head, so collectors take at most half of the multiprocessors: the others find room.
+    """
+    pairs = shape.kv_heads * sequences
+    if pairs > device.sm_count // 2:
+        return 1, 1
     keys = shape.max_pages * shape.page_tokens
     if shape.window:
         keys = min(keys, shape.window + 16)
-    wanted = max(1, min(wanted, MAX_SPLITS, -(-keys // (16 * warps))))
-    cluster = next(size for size in (8, 4, 2, 1) if size <= wanted)
-    best = 16 // warps if shape.head_dim <= 128 and group <= 8 else 1
-    return [(Blocks(warps, cluster, resident=n), wanted // cluster * cluster) for n in dict.fromkeys((best, 1))]
+    splits = max(1, min(device.sm_count // pairs, MAX_SPLITS, -(-keys // (16 * warps))))
+    most = min(splits, device.sm_count // 2 // pairs, MAX_COLLECTORS)
+    return splits, 1 << most.bit_length() - 1
+
+
+def _shared_bytes(shape: Attention, blocks: Blocks) -> int:
+    """Dynamic shared memory of attention.cu; the order is that of ``Shared`` in attention.cuh."""
+    group, dim = shape.heads // shape.kv_heads, shape.head_dim
+    slot = 16 * -(-dim // 64) * 128  # keys or values of 16 tokens, rows padded to whole 64 dimensions
+    ring = max(blocks.depth * slot, group * (dim + 4) * 4)
+    query = -(-group // 8) * 8 * (-(-dim // 32) * 32 + 8) * 2
+    return blocks.warps * (ring + group * 8) + query + dim * (12 if shape.qk_norm else 4)
 
 
 def _plain(

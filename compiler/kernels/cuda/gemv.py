@@ -11,23 +11,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.kernels.cuda.base import ADD, GATED_SILU, Candidate, Define, GpuKernel, Param
+from tapeout.compiler.kernels.cuda.base import (
+    ADD,
+    FLOAT_BYTES,
+    FLOAT_NAMES,
+    GATED_SILU,
+    Candidate,
+    Define,
+    GpuKernel,
+    Param,
+)
 from tapeout.compiler.layouts import Planes, plane_geometry
 
 if TYPE_CHECKING:
     from tapeout.compiler.devices import CudaDevice
 
 EPILOGUES = ("store", "add", "silu", "gelu")
-PARAMS = tuple(Param(name, "ptr", "fp32" if name != "w" else "u8") for name in ("x", "norm", "w", "bias", "y"))
+PARAMS = tuple(Param(name) for name in ("x", "norm", "w", "bias", "y"))
 ELEMENTS = {"f16": (1, 2), "bf16": (2, 2), "f32": (3, 4), "e4m3": (4, 1)}
 """Number in the source and bytes of a float element."""
 
-RING_TARGET = 100_000
-"""Shared bytes of a block: two kernels in a row then fit a multiprocessor, and the second fills its ring early."""
 RING_LEAST = 32_768
+"""Bytes of shared memory that weights on their way have at least."""
+PACE = 20_000
+"""Bytes on their way to a multiprocessor before the wait: more would hold up what the kernel before reads meanwhile."""
 INTEGER_STEPS = (1, 2, 4)
 """Groups of 32 a lane can have of a stage, for integer codes."""
-STAGES = 8
+STAGES = 12
 """At most so many stages a ring: more do not put more bytes on their way."""
 
 
@@ -35,14 +45,13 @@ STAGES = 8
 class Tile:
     """How a block works: ``rows`` output rows an item of a warp, ``steps`` units a lane and stage, ``warps`` a block.
 
-    ``blocks`` a multiprocessor share ``ring`` bytes of shared memory.
+    ``shared`` bytes a block, or what ``CudaDevice.half_shared`` says where it is 0.
     """
 
     rows: int
     steps: int
     warps: int
-    blocks: int = 1
-    ring: int = RING_TARGET
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ class Problem:
     norm: bool
     eps: float
     bias: bool
-    terms: int
+    x: str
+    y: str
 
     @property
     def gated(self) -> bool:
@@ -98,16 +108,18 @@ def candidates(
     norm: bool,
     eps: float,
     bias: bool,
-    terms: int,
+    x: str,
+    y: str,
     device: CudaDevice,
     tiles: Sequence[Tile] | None = None,
 ) -> list[Candidate]:
     """Kernels for ``y[m, n] = epilogue(norm(x)[m, k] @ w[n, k].T + bias)``, the likely best first.
 
     ``epilogue``: 0 store, 1 add into y, 2 gated SiLU, 3 gated GELU (tanh). ``terms``: int8 terms of an activation, for
-    formats of integer codes. ``tiles`` overrides the shapes of blocks.
+    formats of integer codes. ``x`` and ``y``: number types of activations (f32, bf16, f16); a y that is added into is
+    f32. ``tiles`` overrides the shapes of blocks.
     """
-    problem = Problem(format, n, k, m, ldx, ldy, epilogue, norm, eps, bias, terms)
+    problem = Problem(format, n, k, m, ldx, ldy, epilogue, norm, eps, bias, x, y)
     weight = _weight(problem)
     chosen = tiles or _tiles(problem, weight, device)
     made = [_candidate(problem, weight, tile, device) for tile in chosen]
@@ -176,13 +188,15 @@ def _window(at: int, piece: int, chunks: int) -> int:
 
 
 def _tiles(problem: Problem, weight: Weight, device: CudaDevice) -> list[Tile]:
-    """Few rows an item while there are fewer items than warps: then all warps have bytes on their way."""
+    """A lane has two units of a stage: of two rows where these are enough for all warps (a gate and its up row are two
+    already), which spares reading activations, else of one row."""
     warps = 16
-    most = 1 if problem.gated else 2
-    fair = max(1, problem.n // (device.sm_count * warps))
-    rows = min(most, 1 << (fair.bit_length() - 1))
-    steps = 2 if weight.unit * 64 <= problem.k else 1
-    return [Tile(rows, steps, warps), Tile(rows, 1, warps), Tile(rows, steps, 8), Tile(1, 1, 8)]
+    enough = problem.n // 2 * 10 >= 9 * device.sm_count * warps
+    rows = 2 if enough and not problem.gated else 1
+    wide = 2 if weight.unit * 64 <= problem.k else 1
+    steps = 1 if rows == 2 or problem.gated else wide
+    tiles = (Tile(rows, steps, warps), Tile(1, wide, warps), Tile(1, 1, warps), Tile(rows, wide, 8), Tile(1, 1, 8))
+    return list(dict.fromkeys(tiles))
 
 
 def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice) -> Candidate | None:
@@ -195,13 +209,14 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
     stage = item_rows * (sum(weight.plane_units) * 32 * tile.steps + sum(windows))
     is_float = dict(weight.defines)["ELEMENT"] != 0
     x_bytes = _x_bytes(problem, weight, chunks * stage_k)
-    sums = 4 * problem.m * tile.warps
-    staged = not is_float or x_bytes + RING_LEAST + sums <= device.shared_per_block
+    others = 4 * (problem.m * tile.warps + tile.warps * STAGES + 1)
+    staged = not is_float or x_bytes + RING_LEAST + others <= device.shared_per_block
     if not staged:
         x_bytes = 0
-    room = min(device.shared_per_block, max(tile.ring // tile.blocks, x_bytes + RING_LEAST)) - x_bytes - sums
+    target = tile.shared or device.half_shared
+    room = min(device.shared_per_block, max(target, x_bytes + others + RING_LEAST)) - x_bytes - others
     items = -(-problem.n // tile.rows)
-    grid = min(device.sm_count * tile.blocks, items)
+    grid = min(device.sm_count, items)
     longest = -(-items // (grid * tile.warps)) * chunks
     stages = min(STAGES, room // (tile.warps * stage), max(2, longest))
     if stages < 2 or item_rows * problem.m > 32 or (weight.sides and tile.steps not in INTEGER_STEPS):
@@ -213,9 +228,11 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
         **dict(weight.defines),
         **{"N": problem.n, "K": problem.k, "M": problem.m, "LDX": problem.ldx, "LDY": problem.ldy},
         **{"EPILOGUE": problem.epilogue, "NORM": int(problem.norm), "EPS": float(problem.eps)},
-        **{"BIAS": int(problem.bias), "TERMS": 1 if is_float else problem.terms},
+        **{"X": FLOAT_NAMES[problem.x], "Y": FLOAT_NAMES[problem.y]},
+        **{"BIAS": int(problem.bias)},
         **{"UNIT": weight.unit, "PLANE0_UNIT": weight.plane_units[0], "PLANE1_UNIT": sum(weight.plane_units[1:])},
         **{"ROWS": tile.rows, "STEPS": tile.steps, "STAGES": stages, "STAGE_BYTES": stage, "THREADS": 32 * tile.warps},
+        "PACE": max(1, PACE // (tile.warps * stage)),
         **{"GRID": grid, "X_BYTES": x_bytes, "X_STAGED": int(staged), "SCALE_ARRAYS": len(weight.arrays)},
         "SCALE_OFFSETS": ",".join(str(at) for at, _ in arrays),
         "SCALE_PIECES": ",".join(map(str, pieces)) or "0",
@@ -229,17 +246,18 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
         params=PARAMS,
         defines=tuple(sorted(defines.items())),
         threads=32 * tile.warps,
-        shared=tile.warps * stages * stage + x_bytes + sums,
+        shared=max(target, tile.warps * stages * stage + x_bytes + others),
     )
-    activations = 4 * problem.m * (problem.k + problem.n * (2 if problem.epilogue == ADD else 1))
-    operations = 2 * problem.m * problem.weight_rows * problem.k * (1 if is_float else problem.terms)
+    written = problem.n * FLOAT_BYTES[problem.y] * (2 if problem.epilogue == ADD else 1)
+    activations = problem.m * (problem.k * FLOAT_BYTES[problem.x] + written)
+    operations = 2 * problem.m * problem.weight_rows * problem.k
     return Candidate(kernel, (grid, 1, 1), weight.nbytes + activations, operations, "f32" if is_float else "int8")
 
 
 def _x_bytes(problem: Problem, weight: Weight, span: int) -> int:
-    """Shared bytes of ``span`` activations a row: float32, or int8 terms and the words beside them."""
+    """Shared bytes of ``span`` activations a row: float32, or int8 and the words beside each 32."""
     if weight.sides:
-        return problem.m * span // 32 * (32 * problem.terms + 4 * weight.sides)
+        return problem.m * span // 32 * (32 + 4 * weight.sides)
     span = -(-problem.k // (32 * weight.unit)) * 32 * weight.unit
     return 4 * problem.m * span
 
@@ -247,8 +265,7 @@ def _x_bytes(problem: Problem, weight: Weight, span: int) -> int:
 def _name(problem: Problem, tile: Tile, stages: int) -> str:
     parts = [f"gemv_{problem.format}_n{problem.n}_k{problem.k}_m{problem.m}_{EPILOGUES[problem.epilogue]}"]
     parts += ["norm"] * problem.norm + ["bias"] * problem.bias
-    if problem.terms > 1:
-        parts.append(f"t{problem.terms}")
+    parts += [f"{problem.x}_{problem.y}"] * ((problem.x, problem.y) != ("f32", "f32"))
     if (problem.ldx, problem.ldy) != (problem.k, problem.n):
         parts.append(f"x{problem.ldx}_y{problem.ldy}")
-    return "_".join([*parts, f"r{tile.rows}s{tile.steps}w{tile.warps}b{tile.blocks}d{stages}"])
+    return "_".join([*parts, f"r{tile.rows}s{tile.steps}w{tile.warps}d{stages}"])

@@ -23,9 +23,15 @@ MAX_THREADS = 1024
 FEW_ROWS = 16
 """Up to here a row's latency counts, so its elements are spread thin over threads; above, bytes in flight a thread."""
 WARP = 32
-SAMPLE_THREADS = 1024
-SAMPLE_CHUNK = 4 * SAMPLE_THREADS
-SAMPLE_PART = 16
+SAMPLE_THREADS = 512
+SAMPLE_BLOCKS = 8
+"""Blocks of a cluster, which share a row of logits. The same for any number of rows, as sums depend on it."""
+SAMPLE_SLICE = 4096
+"""Tokens of a block, before another block joins in."""
+SAMPLE_WORKSPACE = 33_792
+"""Bytes of shared memory that a block takes beside logits."""
+SMALLEST_SHARED = 101_376
+"""Shared memory of a block that every device has."""
 WIDE = 4
 """Elements of one 16-byte access."""
 
@@ -165,20 +171,21 @@ def _elementwise(name: str, params: tuple[Param, ...], defines: Defines, rows: i
     return _candidate(kernel, (rows, chunks, 1), rows * k * moved, rows * k)
 
 
-def sample(vocab: int, rows: int, advance: bool) -> Candidate:
+def sample(vocab: int, rows: int, advance: bool, shared: int = SMALLEST_SHARED) -> Candidate:
     """A token and its log probability for every row of ``logits f32 [rows, vocab]``; -1 for a row that holds a NaN or
     has no finite maximum. ``advance`` makes tokens, positions and sample_position those of the next step.
 
-    Raises TapeoutError for a vocabulary of more than 4 million tokens.
+    ``shared``: bytes of shared memory that a block may take. Logits that do not fit are read from device memory again.
     """
-    splits = _splits(vocab)
-    if splits > SAMPLE_THREADS:
-        limit = SAMPLE_CHUNK * SAMPLE_THREADS
-        raise TapeoutError(f"a vocabulary of {vocab:,} tokens cannot be sampled on a GPU; the most is {limit:,}")
+    blocks = next((count for count in (1, 2, 4) if vocab <= count * SAMPLE_SLICE), SAMPLE_BLOCKS)
+    piece = -(-vocab // blocks)
+    held = min(-(-piece // WIDE) * WIDE, (shared - SAMPLE_WORKSPACE) // 16 * WIDE)
     defines: Defines = {
         "VOCAB": vocab,
-        "SPLITS": splits,
+        "CLUSTER": blocks,
         "THREADS": SAMPLE_THREADS,
+        "HELD": held,
+        "WORKSPACE": SAMPLE_WORKSPACE,
         "ADVANCE": advance,
         "MASS_BITS": 63 - vocab.bit_length(),
     }
@@ -186,24 +193,9 @@ def sample(vocab: int, rows: int, advance: bool) -> Candidate:
         *(_param("logits"), _param("temperature"), _param("top_p"), _param("top_k", "i32")),
         *(_param("seed", "u64"), _param("sample_position", "u64"), _param("counts", "i32")),
         *(_param("sampled", "i32"), _param("logprob"), _param("tokens", "i32"), _param("positions", "i32")),
-        *(_param("scratch", "u8"), _param("counters", "i32")),
     )
-    kernel = _kernel("sample", "sample.cu", params, defines, SAMPLE_THREADS)
-    return _candidate(kernel, (splits, rows, 1), 4 * rows * vocab, 30 * rows * vocab)
-
-
-def sample_scratch_bytes(vocab: int, rows: int) -> int:
-    """Bytes of ``scratch``, any content."""
-    return rows * _splits(vocab) * SAMPLE_PART
-
-
-def sample_counter_bytes(rows: int) -> int:
-    """Bytes of ``counters``: zero before the first launch, and again after every one."""
-    return 4 * rows
-
-
-def _splits(vocab: int) -> int:
-    return -(-vocab // SAMPLE_CHUNK)
+    kernel = _kernel("sample", "sample.cu", params, defines, SAMPLE_THREADS, shared=SAMPLE_WORKSPACE + 4 * held)
+    return _candidate(kernel, (blocks, rows, 1), 4 * rows * vocab, 30 * rows * vocab)
 
 
 def examples() -> list[GpuKernel]:
@@ -242,12 +234,18 @@ def _threads(k: int, vector: int, items: int) -> int:
 
 
 def _kernel(
-    template: str, source: str, params: tuple[Param, ...], defines: Defines, threads: int, of: str = ""
+    template: str,
+    source: str,
+    params: tuple[Param, ...],
+    defines: Defines,
+    threads: int,
+    of: str = "",
+    shared: int = 0,
 ) -> GpuKernel:
     ordered = tuple(sorted(defines.items()))
     digest = hashlib.sha256(repr((source, ordered)).encode()).hexdigest()[:10]
     name = "_".join(part for part in (template, of, digest) if part)
-    return GpuKernel(name, template, "cuda", source, params, ordered, threads)
+    return GpuKernel(name, template, "cuda", source, params, ordered, threads, shared)
 
 
 def _candidate(kernel: GpuKernel, grid: tuple[int, int, int], nbytes: int, operations: int) -> Candidate:

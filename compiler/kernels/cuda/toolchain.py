@@ -1,4 +1,4 @@
-"""Builds GPU kernels for one architecture on all cores, keeps them by content, and rejects what exceeds a device."""
+"""Builds GPU kernels for one device on all cores, keeps them by content, and rejects what exceeds it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ Outcome = Cubin | Rejected
 
 def build(
     kernels: Sequence[GpuKernel],
-    arch: str,
     device: CudaDevice,
     cache: Path,
     progress: Progress | None = None,
@@ -51,7 +50,7 @@ def build(
     compile and for two kernels of one name.
     """
     unique = _by_name(kernels)
-    run = _Build(arch, device, cache.absolute(), sources, _Counter(len(unique), progress))
+    run = _Build(device, cache.absolute(), sources, _Counter(len(unique), progress))
     run.cache.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(run.workers), ThreadPoolExecutor(_jobs()) as pool:
         # Triton takes ten times as long, so it goes first
@@ -158,8 +157,8 @@ class _Workers:
 class _Build:
     """One run: for what it compiles and where results are kept."""
 
-    def __init__(self, arch: str, device: CudaDevice, cache: Path, sources: Path, counter: _Counter) -> None:
-        self.arch, self.device, self.cache, self.sources, self.counter = arch, device, cache, sources, counter
+    def __init__(self, device: CudaDevice, cache: Path, sources: Path, counter: _Counter) -> None:
+        self.device, self.cache, self.sources, self.counter = device, cache, sources, counter
         self.workers = _Workers()
 
     def outcome(self, kernel: GpuKernel) -> Outcome:
@@ -179,14 +178,14 @@ class _Build:
         return replace(cubin, resources=replace(taken, blocks_per_sm=resident))
 
     def _compiled(self, kernel: GpuKernel) -> Cubin:
-        path = self.cache / f"{kernel_key(kernel, self.arch, self.sources)}.kernel"
+        path = self.cache / f"{kernel_key(kernel, self.device.arch, self.sources)}.kernel"
         known = _load(path)
         if known is not None:
             return known
         if kernel.language == "cuda":
-            cubin = nvrtc.compile_cuda(kernel, self.arch, self.sources)
+            cubin = nvrtc.compile_cuda(kernel, self.device.arch, self.sources)
         else:
-            cubin = self.workers.compile(kernel, self.arch)
+            cubin = self.workers.compile(kernel, self.device.arch)
         _store(path, cubin)
         return cubin
 

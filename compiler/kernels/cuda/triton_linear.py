@@ -206,6 +206,7 @@ def linear(
     HIGH_ROW: tl.constexpr,
     SCALES: tl.constexpr,
     SCALES_ROW: tl.constexpr,
+    SCALES_TILE: tl.constexpr,
     D_BF16: tl.constexpr,
     DMIN: tl.constexpr,
     SUB: tl.constexpr,
@@ -218,6 +219,8 @@ def linear(
 
     y is float32, or x's type when gated. EPILOGUE: 0 store, 1 add into y, 2 silu(gate) * up, 3 gelu_tanh(gate) * up.
     Rows are read from counts[COUNT_INDEX]; tiles beyond them do nothing. ELEMENT: "float", "int" or "e4m3".
+    SCALES_TILE rows of the weight share a row of scales. With e4m3, GROUP == K says that a row of the weight has one
+    scale, not that all rows have the same.
     """
     GATED: tl.constexpr = EPILOGUE >= 2
     OUT: tl.constexpr = BN // 2 if GATED else BN
@@ -254,14 +257,7 @@ def linear(
             high_row = w + HIGH_PLANE + w_row.to(tl.int64) * HIGH_ROW
             high_at = high_row[:, None] + (line * HIGH_LINE + inner % HIGH_LINE)[None, :]
         D_TYPE: tl.constexpr = tl.float32 if ELEMENT == "e4m3" else tl.bfloat16 if D_BF16 else tl.float16
-        scale_row = w + SCALES
-        if ELEMENT == "e4m3":
-            if GROUP != K:
-                scale_row += (w_row // GROUP).to(tl.int64) * SCALES_ROW
-            else:
-                scale_row += w_row * 0
-        else:
-            scale_row += w_row.to(tl.int64) * SCALES_ROW
+        scale_row = w + SCALES + (w_row // SCALES_TILE).to(tl.int64) * SCALES_ROW
         d_at = scale_row.to(tl.pointer_type(D_TYPE))
         sums = tl.zeros((BN, BM), tl.float32)
         for start in range(0, K, BK):

@@ -89,11 +89,13 @@ def run(
     seed: int = 0,
     sources: Path = SOURCES,
     early: frozenset[str] = EARLY,
+    cluster: int = 1,
 ) -> None:
     """Launch a kernel; arrays are given by parameter name and changed in place, None is a null pointer.
 
     ``seed`` 0: threads run in order, each to its next barrier; another seed: in a random order, blocks too. ``early``
-    are the parameters that hold data before ``tp_wait()``. Raises LaunchError saying what a thread did wrong.
+    are the parameters that hold data before ``tp_wait()``; ``cluster``: blocks along x that run together, as a cluster.
+    Raises LaunchError saying what a thread did wrong.
     """
     library = _load(kernel, sources)
     names = [parameter.name for parameter in kernel.params]
@@ -116,7 +118,7 @@ def run(
     late = (C.c_uint64 * (len(fill) + 1))(*fill, 0)
     library.tp_host_run.restype = C.c_char_p
     failure = library.tp_host_run(
-        extents, kernel.threads, kernel.shared, values, late, C.c_uint64(seed), SECONDS, int(kernel.pdl)
+        extents, kernel.threads, kernel.shared, values, late, C.c_uint64(seed), SECONDS, int(kernel.pdl), cluster
     )
     if failure is not None:
         raise LaunchError(f"{kernel.name}: {failure.decode()}")

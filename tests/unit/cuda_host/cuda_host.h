@@ -1,9 +1,9 @@
 /* CUDA C++ on a CPU, for tests: the built-in types, variables and functions that our kernels use, without libc headers.
  *
  * The threads of a block are fibers of one operating system thread (cuda_host.cpp). They switch at barriers, at
- * collectives of a warp, at waits and, when the order is random, at atomics. Blocks run one after the other, so a
- * kernel that waits for another block does not end here. `tp_host_*` are the twins of what tapeout.cuh writes as
- * PTX. */
+ * collectives of a warp, at waits and, when the order is random, at atomics. Clusters of blocks run one after the
+ * other, so a kernel that waits for a block of another cluster does not end here: then all of a grid are to be one.
+ * `tp_host_*` are the twins of what tapeout.cuh writes as PTX. */
 #ifndef TP_CUDA_HOST_H
 #define TP_CUDA_HOST_H
 #ifndef TP_HOST
@@ -21,6 +21,7 @@ typedef decltype(sizeof(0)) size_t;
 #define __align__(n) __attribute__((aligned(n)))
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __cluster_dims__(...) /* the host's run() is told */
 /* Filled with 0xFF before every block. Dynamic shared memory: tp_host_dynamic_shared(). */
 #define __shared__ static __attribute__((section("tp_shared"), used))
 
@@ -61,8 +62,11 @@ enum { TP_WARP_SYNC, TP_WARP_SHUFFLE, TP_WARP_BALLOT, TP_WARP_ADD, TP_WARP_MIN, 
        TP_WARP_IMAX, TP_WARP_AND, TP_WARP_OR, TP_WARP_XOR, TP_WARP_MATCH };
 unsigned long long tp_host_warp(int operation, unsigned mask, unsigned long long value, int source);
 void tp_host_yield(void); /* lets another thread run, when the order is random */
+void tp_host_poll(void);  /* lets all others run: what this thread waits for is not there yet */
 void tp_host_fail(const char *why);
 
+void tp_host_cluster_barrier(void);                        /* barrier.cluster.arrive and wait in one */
+void *tp_host_peer(void *shared, int rank);                /* mapa: the same variable of another block */
 void tp_host_grid_wait(void);                              /* griddepcontrol.wait */
 void *tp_host_dynamic_shared(void);                        /* 128-byte aligned */
 void tp_host_mbarrier_init(void *barrier, int arrivals);   /* 8 bytes of shared memory */

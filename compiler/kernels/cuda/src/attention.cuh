@@ -7,61 +7,95 @@
 
 #define GROUP (HEADS / KV_HEADS)
 #define COLUMNS ((GROUP + 7) / 8)
-#define K_PIECES ((HEAD_DIM + 31) / 32)
-#define V_PIECES ((HEAD_DIM + 63) / 64)
+#define TILES (HEAD_DIM / 16)
 #define HALF (HEAD_DIM / 2)
 #define STEPS ((HALF + 63) / 64)
-#define UNIT (TILES * 16)
-#define PAGE ((i64)2 * KV_HEADS * PAGE_TOKENS * HEAD_DIM)
+#define UNIT 16 /* keys */
+#define PIECES (HEAD_DIM / 8) /* of 16 bytes, of a key or a value */
+#define LANES (PIECES > 16 ? 32 : PIECES > 8 ? 16 : PIECES > 4 ? 8 : PIECES > 2 ? 4 : 2) /* that copy a row */
+#define ROWS_AT_ONCE (32 / LANES)
+#define ROW_BYTES ((PIECES + 7) / 8 * 128) /* of one in shared memory */
+#define SLOT_BYTES (UNIT * ROW_BYTES)
+#define OUT_BYTES (GROUP * OUT_STRIDE * 4) /* of a warp's result */
+#define RING_BYTES (DEPTH * SLOT_BYTES > OUT_BYTES ? DEPTH * SLOT_BYTES : OUT_BYTES)
+#define HEAD_ELEMENTS (PAGE_TOKENS * HEAD_DIM) /* a page's keys, or values, of a head */
+#define PAGE ((i64)2 * KV_HEADS * HEAD_ELEMENTS)
+#define THREADS (WARPS * 32)
 #define QUADS (GROUP * HEAD_DIM / 4) /* float4s of a result */
 #define OUT_STRIDE (HEAD_DIM + 4)    /* floats; neighbouring heads lie in other banks */
-#define Q_STRIDE (K_PIECES * 32 + (K_PIECES % 2 ? 0 : 32)) /* halves; likewise */
+#define Q_STRIDE ((HEAD_DIM + 31) / 32 * 32 + 8) /* halves; likewise */
+#define QUERY_BYTES (COLUMNS * 8 * Q_STRIDE * 2)
 #define LOG2E 1.4426950408889634f
 #define INFINITE __uint_as_float(0x7f800000u)
-#if TP_ARCH >= 900
-#define RANKS CLUSTER /* blocks that reach each other's shared memory */
-#else
-#define RANKS 1
-#endif
-#if RANKS > 1
-#define TP_CLUSTER(n) __cluster_dims__(n, 1, 1)
-#else
-#define TP_CLUSTER(n)
-#endif
-#ifdef TP_HOST
-#define TP_DEVICE_MEMBER inline
-#else
-#define TP_DEVICE_MEMBER __device__ __forceinline__
-#endif
-#define PART_STRIDE (GROUP * HEAD_DIM + RANKS * 32) /* floats of a cluster's part: results, then (maximum, sum) a head */
 
 static_assert(PAGE_TOKENS % 16 == 0 && HEAD_DIM % 16 == 0 && GROUP <= 16, "tiles of 16");
-static_assert(SPLITS % RANKS == 0, "whole clusters");
+static_assert((COLLECTORS & (COLLECTORS - 1)) == 0 && COLLECTORS <= 32 && COLLECTORS <= SPLITS, "lanes of a warp");
 
-/* Shared memory, SHARED bytes: see attention.py. */
+/* Of this thread; known not to be negative. */
+TP_DEVICE int lane_of() { return (int)(threadIdx.x % 32); }
+TP_DEVICE int warp_of() { return (int)(threadIdx.x / 32); }
+
+/* Shared memory, as much as attention.py says. */
 struct Shared {
-    u16 *query;     /* [COLUMNS * 8][Q_STRIDE], zeros beyond GROUP and HEAD_DIM */
-    u16 *key;       /* [HEAD_DIM], the current token's */
-    float *value;   /* [HEAD_DIM], rounded to f16 */
-    float *current; /* [16] scores of the current token */
-    float2 *stat;   /* [WARPS][GROUP]: maximum (base 2), sum */
-    float *out;     /* [WARPS][GROUP][OUT_STRIDE] */
-    float4 *parts;  /* [RANKS][QUADS / RANKS]: from the blocks of the cluster, what this one puts together */
-    float2 *part_stat; /* [RANKS][GROUP] */
+    u8 *rings;     /* [WARPS][RING_BYTES]: slots; in the end each warp's result [GROUP][OUT_STRIDE] */
+    u8 *query;     /* halves [COLUMNS * 8][Q_STRIDE], zeros beyond GROUP and HEAD_DIM */
+    float2 *turns; /* [HALF]: sine and cosine of a pair's rotation */
+    float *norms;  /* [2][HEAD_DIM]: weights for queries and keys */
+    float2 *stat;  /* [WARPS][GROUP]: maximum (base 2), sum */
 
     static TP_DEVICE_MEMBER Shared at(u8 *memory) {
         Shared s;
-        s.query = (u16 *)memory, memory += COLUMNS * 8 * Q_STRIDE * 2;
-        s.key = (u16 *)memory, memory += HEAD_DIM * 2;
-        s.value = (float *)memory, memory += HEAD_DIM * 4;
-        s.current = (float *)memory, memory += 64;
-        s.out = (float *)memory, memory += WARPS * GROUP * OUT_STRIDE * 4;
-        s.parts = (float4 *)memory, memory += (QUADS + RANKS) * 16;
-        s.stat = (float2 *)memory, memory += WARPS * GROUP * 8;
-        s.part_stat = (float2 *)memory;
+        s.rings = memory, memory += WARPS * RING_BYTES;
+        s.query = memory, memory += QUERY_BYTES;
+        s.turns = (float2 *)memory, memory += HALF * 8;
+        s.norms = (float *)memory, memory += QK_NORM ? HEAD_DIM * 8 : 0;
+        s.stat = (float2 *)memory;
         return s;
     }
+    TP_DEVICE_MEMBER u8 *ring(int warp) const { return rings + warp * RING_BYTES; }
+    TP_DEVICE_MEMBER float *out(int warp) const { return (float *)ring(warp); }
 };
+
+/* Byte of a piece in a row of a slot: pieces are turned so that 8 lanes, one a row or a piece, meet no bank twice. */
+TP_DEVICE int place(int row, int piece) { return row * ROW_BYTES + (piece ^ row % 8) * 16; }
+
+/* Four 8x8 matrices of halves: lane i says where row i % 8 of matrix i / 8 lies; lane 4g+t gets row g at columns 2t and
+ * 2t+1 of each, or TRANSPOSED column g at rows 2t and 2t+1. */
+template <bool TRANSPOSED> TP_DEVICE void load_matrices(u32 (&out)[4], const u8 *row) {
+#ifdef TP_HOST
+    const int lane = lane_of(), g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) {
+        u32 pair = 0;
+        for (int j = 0; j < 2; j++) {
+            const u16 *from = (const u16 *)__shfl_sync(TP_ALL, (u64)row, i * 8 + (TRANSPOSED ? 2 * t + j : g));
+            pair |= (u32)from[TRANSPOSED ? g : 2 * t + j] << (16 * j);
+        }
+        out[i] = pair;
+    }
+#else
+    const u32 from = (u32)__cvta_generic_to_shared(row);
+    if constexpr (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(from) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(from) : "memory");
+#endif
+}
+
+/* 16 bytes to shared memory, or zeros instead, which read nothing and arrive no sooner; or neither. */
+enum Copy { SKIP, CLEAR, COPY };
+TP_DEVICE void copy16(void *shared, const void *global, Copy what) {
+#ifdef TP_HOST
+    static const u32 zeros[4] = {0, 0, 0, 0};
+    if (what != SKIP) tp_host_copy_async(shared, what == COPY ? global : zeros, 16);
+#else
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n"
+                 " @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n}"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(what == COPY ? 16 : 0),
+                    "r"((u32)(what != SKIP)) : "memory");
+#endif
+}
 
 /* Sine and cosine to float32 for 0 <= x < 2^24: pi/2 stands as three floats, the first step is exact. */
 TP_DEVICE float2 turn(float x) {
@@ -80,22 +114,17 @@ TP_DEVICE float2 turn(float x) {
     return make_float2((n & 2 ? -sine : sine) * FACTOR, ((n + 1) & 2 ? -cosine : cosine) * FACTOR);
 }
 
-/* A lane's part of the rotation: dimensions 64 i + 2 lane and the next. */
-struct Turns {
-    float2 at[STEPS][2];
-
-    static TP_DEVICE_MEMBER Turns of(int position, const float *inv_freq) {
-        Turns out;
-        const int lane = (int)threadIdx.x % 32;
-        TP_UNROLL for (int i = 0; i < STEPS; i++)
-            TP_UNROLL for (int j = 0; j < 2; j++) {
-                const int at = i * 64 + lane * 2 + j;
-                out.at[i][j] = make_float2(0, 1);
-                if (ROPE && at < HALF) out.at[i][j] = turn(__fmul_rn((float)position, inv_freq[at]));
-            }
-        return out;
-    }
-};
+/* What heads are turned by, to shared memory. */
+TP_DEVICE void prepare(const Shared &shared, int position, const float *inv_freq, const float *q_norm,
+                       const float *k_norm) {
+    const int thread = (int)threadIdx.x;
+    for (int i = thread; i < QUERY_BYTES / 16; i += THREADS) ((uint4 *)shared.query)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = thread; i < HALF; i += THREADS)
+        shared.turns[i] = ROPE ? turn(__fmul_rn((float)position, inv_freq[i])) : make_float2(0, 1);
+    if (!QK_NORM) return;
+    for (int i = thread; i < HEAD_DIM; i += THREADS)
+        shared.norms[i] = __ldg(q_norm + i), shared.norms[HEAD_DIM + i] = __ldg(k_norm + i);
+}
 
 TP_DEVICE float2 read2(const float *p) {
 #ifdef TP_HOST
@@ -109,63 +138,65 @@ TP_DEVICE float2 read2(const float *p) {
 #endif
 }
 
-/* One head by one warp: from floats to halves at `out` and, where given, `copy`. */
-TP_DEVICE void turn_head(const float *head, const float *weight, const Turns &turns, u16 *out, u16 *copy) {
-    const int lane = (int)threadIdx.x % 32;
-    float2 a[STEPS], b[STEPS];
-    float sum = 0;
-    TP_UNROLL for (int i = 0; i < STEPS; i++) {
-        const int at = i * 64 + lane * 2;
-        a[i] = b[i] = make_float2(0, 0);
-        if (at < HALF) a[i] = read2(head + at), b[i] = read2(head + HALF + at);
-        sum += a[i].x * a[i].x + a[i].y * a[i].y + b[i].x * b[i].x + b[i].y * b[i].y;
-    }
-    const float inverse = QK_NORM ? 1.0f / sqrtf(tp_warp_sum(sum) / (float)HEAD_DIM + EPS) : 1.0f;
-    TP_UNROLL for (int i = 0; i < STEPS; i++) {
-        const int at = i * 64 + lane * 2;
-        if (at >= HALF) continue;
-        if (QK_NORM) {
-            a[i].x *= inverse * __ldg(weight + at), a[i].y *= inverse * __ldg(weight + at + 1);
-            b[i].x *= inverse * __ldg(weight + HALF + at), b[i].y *= inverse * __ldg(weight + HALF + at + 1);
+/* A lane's part of a head of qkv: its lower and its upper half. */
+struct Head {
+    float2 low[STEPS], high[STEPS];
+
+    TP_DEVICE_MEMBER void read(const float *from) {
+        TP_UNROLL for (int i = 0; i < STEPS; i++) {
+            const int at = i * 64 + lane_of() * 2;
+            low[i] = high[i] = make_float2(0, 0);
+            if (at < HALF) low[i] = read2(from + at), high[i] = read2(from + HALF + at);
         }
-        const float2 x = turns.at[i][0], y = turns.at[i][1];
-        const u32 low = tp_pack(a[i].x * x.y - b[i].x * x.x, a[i].y * y.y - b[i].y * y.x);
-        const u32 high = tp_pack(b[i].x * x.y + a[i].x * x.x, b[i].y * y.y + a[i].y * y.x);
-        *(u32 *)(out + at) = low, *(u32 *)(out + HALF + at) = high;
-        if (copy) *(u32 *)(copy + at) = low, *(u32 *)(copy + HALF + at) = high;
     }
-}
 
-/* Queries to shared memory; in the first block also the current key and value, which go to the pool (`slot`) too. */
-TP_DEVICE void enter(const Shared &shared, const Turns &turns, const float *line, int head, const float *q_norm,
-                     const float *k_norm, bool first, u16 *slot) {
-    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    TP_UNROLL for (int i = warp; i < COLUMNS * 8; i += WARPS) {
-        u16 *out = shared.query + i * Q_STRIDE;
-        if (i < GROUP) turn_head(line + Q_COL + (head * GROUP + i) * HEAD_DIM, q_norm, turns, out, nullptr);
-        const int from = i < GROUP ? HEAD_DIM : 0;
-        for (int at = from + lane * 2; at < K_PIECES * 32; at += 64) *(u32 *)(out + at) = 0;
-    }
-    if (!first) return;
-    if (warp == GROUP % WARPS) turn_head(line + K_COL + head * HEAD_DIM, k_norm, turns, shared.key, slot);
-    if (warp != (GROUP + 1) % WARPS) return;
-    for (int at = lane * 2; at < HEAD_DIM; at += 64) {
-        const float2 v = read2(line + V_COL + head * HEAD_DIM + at);
-        const u32 bits = tp_pack(v.x, v.y);
-        *(u32 *)(slot + KV_HEADS * PAGE_TOKENS * HEAD_DIM + at) = bits;
-        *(float2 *)(shared.value + at) = make_float2(tp_f16((u16)bits), tp_f16((u16)(bits >> 16)));
-    }
-}
-
-/* Scores of the current token, one warp a head. */
-TP_DEVICE void score_current(const Shared &shared) {
-    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    for (int g = warp; g < GROUP; g += WARPS) {
+    TP_DEVICE_MEMBER void normalise(const float *weight) {
         float sum = 0;
-        for (int at = lane; at < HEAD_DIM; at += 32)
-            sum = fmaf(tp_f16(shared.query[g * Q_STRIDE + at]), tp_f16(shared.key[at]), sum);
-        sum = tp_warp_sum(sum);
-        if (lane == 0) shared.current[g] = sum * (SCALE * LOG2E);
+        TP_UNROLL for (int i = 0; i < STEPS; i++)
+            sum += low[i].x * low[i].x + low[i].y * low[i].y + high[i].x * high[i].x + high[i].y * high[i].y;
+        const float inverse = 1.0f / sqrtf(tp_warp_sum(sum) / (float)HEAD_DIM + EPS);
+        TP_UNROLL for (int i = 0; i < STEPS; i++) {
+            const int at = i * 64 + lane_of() * 2;
+            if (at >= HALF) continue;
+            const float2 a = *(const float2 *)(weight + at), b = *(const float2 *)(weight + HALF + at);
+            low[i].x *= inverse * a.x, low[i].y *= inverse * a.y;
+            high[i].x *= inverse * b.x, high[i].y *= inverse * b.y;
+        }
+    }
+
+    /* To halves at `row`, whose pieces are turned by so much, and where given to `copy`. */
+    TP_DEVICE_MEMBER void write(const float2 *turns, u8 *row, int by, u16 *copy) const {
+        TP_UNROLL for (int i = 0; i < STEPS; i++) {
+            const int at = i * 64 + lane_of() * 2, piece = at / 8;
+            if (at >= HALF) continue;
+            const float4 t = turns ? *(const float4 *)(turns + at) : make_float4(0, 1, 0, 1);
+            const u32 a = tp_pack(low[i].x * t.y - high[i].x * t.x, low[i].y * t.w - high[i].y * t.z);
+            const u32 b = tp_pack(high[i].x * t.y + low[i].x * t.x, high[i].y * t.w + low[i].y * t.z);
+            *(u32 *)(row + (piece ^ by) * 16 + at % 8 * 2) = a;
+            *(u32 *)(row + ((piece + HALF / 8) ^ by) * 16 + at % 8 * 2) = b;
+            if (copy) *(u32 *)(copy + at) = a, *(u32 *)(copy + HALF + at) = b;
+        }
+    }
+};
+
+/* Heads of qkv, dealt out over the warps: the queries, and in the first block the current key and value, which go to
+ * the first two slots of the first ring and to the pool (`own`). All are on their way before the first is needed. */
+TP_DEVICE void enter(const Shared &shared, const float *line, int head, int position, bool first, u16 *own) {
+    const int warp = warp_of(), heads = first ? GROUP + 2 : GROUP;
+    Head found[(GROUP + 1) / WARPS + 1];
+    TP_UNROLL for (int k = 0; k <= (GROUP + 1) / WARPS; k++) {
+        const int i = warp + k * WARPS, part = i < GROUP ? Q_COL : i == GROUP ? K_COL : V_COL;
+        if (i < heads) found[k].read(line + part + (i < GROUP ? head * GROUP + i : head) * HEAD_DIM);
+    }
+    TP_UNROLL for (int k = 0; k <= (GROUP + 1) / WARPS; k++) {
+        const int i = warp + k * WARPS, row = position % UNIT;
+        if (i >= heads) continue;
+        if (QK_NORM && i <= GROUP) found[k].normalise(shared.norms + (i < GROUP ? 0 : HEAD_DIM));
+        const bool query = i < GROUP;
+        u8 *slot = shared.ring(0) + (i - GROUP) * SLOT_BYTES + row * ROW_BYTES;
+        u16 *copy = own + (i - GROUP) * (KV_HEADS * HEAD_ELEMENTS);
+        found[k].write(i <= GROUP ? shared.turns : nullptr, query ? shared.query + i * (Q_STRIDE * 2) : slot,
+                       query ? 0 : row % 8, query ? nullptr : copy);
     }
 }
 
@@ -183,126 +214,156 @@ struct Sum {
     }
 };
 
+/* A block's sum for four dimensions of a head on its way to another block, through memory that is zero between
+ * launches. Each word says by itself whether it is there: it is the complement of a float's bits, of which a zero would
+ * be one NaN, for which another stands. So neither side needs a fence. */
+struct Part {
+    uint4 out;
+    uint2 stat; /* maximum, sum */
+
+    static TP_DEVICE_MEMBER u32 word(float x) { return max(~__float_as_uint(x), 1u); }
+    static TP_DEVICE_MEMBER float value(u32 word) { return __uint_as_float(~word); }
+    static TP_DEVICE_MEMBER Part of(const Sum &sum) {
+        const float4 &x = sum.out;
+        return {make_uint4(word(x.x), word(x.y), word(x.z), word(x.w)), make_uint2(word(sum.top), word(sum.total))};
+    }
+    static TP_DEVICE_MEMBER Part none() { return {make_uint4(0, 0, 0, 0), make_uint2(0, 0)}; }
+    TP_DEVICE_MEMBER bool there() const {
+        return min(min(min(out.x, out.y), min(out.z, out.w)), min(stat.x, stat.y)) != 0;
+    }
+    TP_DEVICE_MEMBER float2 stats() const { return make_float2(value(stat.x), value(stat.y)); }
+    TP_DEVICE_MEMBER float4 values() const {
+        return make_float4(value(out.x), value(out.y), value(out.z), value(out.w));
+    }
+#ifdef TP_HOST
+    TP_DEVICE_MEMBER void store(u8 *to) const { *(uint4 *)to = out, *(uint2 *)(to + 16) = stat; }
+    TP_DEVICE_MEMBER void load(const u8 *from) { out = *(const uint4 *)from, stat = *(const uint2 *)(from + 16); }
+#else
+    TP_DEVICE_MEMBER void store(u8 *to) const {
+        asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
+                     " st.relaxed.gpu.global.v2.u32 [%0 + 16], {%5, %6};"
+                     :: "l"(to), "r"(out.x), "r"(out.y), "r"(out.z), "r"(out.w), "r"(stat.x), "r"(stat.y) : "memory");
+    }
+    TP_DEVICE_MEMBER void load(const u8 *from) {
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%6];\n"
+                     " ld.relaxed.gpu.global.v2.u32 {%4, %5}, [%6 + 16];"
+                     : "=&r"(out.x), "=&r"(out.y), "=&r"(out.z), "=&r"(out.w), "=&r"(stat.x), "=&r"(stat.y)
+                     : "l"(from) : "memory");
+    }
+#endif
+};
+#define PART_BYTES 32
+
+/* How the blocks of a row's key head put their sums together: the first few, a power of two, collect. Each takes a
+ * slice of the quads, with as many lanes a quad as there are collectors; lane i takes the parts of blocks i, i + lanes,
+ * ... */
+struct Team {
+    int blocks, block, shift, slice; /* shift: log2 of the collectors; slice: quads of a collector */
+
+    static TP_DEVICE_MEMBER Team of(int blocks, int block) {
+        const int shift = 31 - __clz(min(blocks, COLLECTORS));
+        return {blocks, block, shift, (QUADS + (1 << shift) - 1) >> shift};
+    }
+};
+#define ROUNDS ((QUADS + COLLECTORS - 1 + THREADS - 1) / THREADS) /* of the threads, for a collector's slice */
+#define SHARES (SPLITS <= 2 * COLLECTORS ? 2 : (SPLITS + COLLECTORS - 1) / COLLECTORS) /* parts of a lane */
+
 /* Where results go. */
 struct Target {
-    tp_out<OUT>::type *out;
-    float *parts;
-    i32 *counter;
-    int clusters;
+    tp_out<OUT>::type *out; /* of the row's key head */
+    u8 *parts;              /* [SPLITS][QUADS][PART_BYTES] of the row's key head */
 
+    TP_DEVICE_MEMBER u8 *part(int block, int quad) const { return parts + (block * QUADS + quad) * PART_BYTES; }
     TP_DEVICE_MEMBER void write(int quad, const Sum &sum) const {
         const float scale = 1.0f / sum.total;
-        const float4 y = make_float4(sum.out.x * scale, sum.out.y * scale, sum.out.z * scale, sum.out.w * scale);
-        if constexpr (OUT == TP_F32) {
-            *(float4 *)(out + quad * 4) = y;
-        } else {
-            const u32 low = (u32)tp_out<OUT>::from(y.x) | (u32)tp_out<OUT>::from(y.y) << 16;
-            const u32 high = (u32)tp_out<OUT>::from(y.z) | (u32)tp_out<OUT>::from(y.w) << 16;
-            *(uint2 *)(out + quad * 4) = make_uint2(low, high);
-        }
-    }
-    /* A cluster's sum: the result, or a part of it. */
-    TP_DEVICE_MEMBER void put(int quad, int rank, int cluster, const Sum &sum) const {
-        if (clusters == 1) {
-            write(quad, sum);
-            return;
-        }
-        float *part = parts + cluster * PART_STRIDE;
-        __stcg((float4 *)part + quad, sum.out);
-        float2 *stat = (float2 *)(part + GROUP * HEAD_DIM) + rank * 16 + quad / (HEAD_DIM / 4);
-        __stcg(stat, make_float2(sum.top, sum.total));
+        tp_values<4> y = {{sum.out.x * scale, sum.out.y * scale, sum.out.z * scale, sum.out.w * scale}};
+        tp_write<OUT, 4>(out + quad * 4, y);
     }
 };
 
-/* The sum of this block's warps, and of the current token in the first block, for four dimensions of a head. */
-TP_DEVICE Sum sum_warps(const Shared &shared, int quad, bool first) {
+/* The sum of this block's warps for four dimensions of a head. */
+TP_DEVICE Sum sum_warps(const Shared &shared, int quad) {
     const int head = quad / (HEAD_DIM / 4), at = quad % (HEAD_DIM / 4) * 4;
-    Sum sum = {first ? shared.current[head] : -INFINITE, 0, {0, 0, 0, 0}};
+    Sum sum = {-INFINITE, 0, {0, 0, 0, 0}};
     float2 stat[WARPS];
     TP_UNROLL for (int w = 0; w < WARPS; w++) {
         stat[w] = shared.stat[w * GROUP + head];
         sum.top = fmaxf(sum.top, stat[w].x);
     }
-    if (first) sum.add(make_float2(shared.current[head], 1), *(const float4 *)(shared.value + at));
     TP_UNROLL for (int w = 0; w < WARPS; w++)
-        sum.add(stat[w], *(const float4 *)(shared.out + (w * GROUP + head) * OUT_STRIDE + at));
+        sum.add(stat[w], *(const float4 *)(shared.out(w) + head * OUT_STRIDE + at));
     return sum;
 }
 
-#if RANKS > 1
-/* Hands each block of the cluster its share of this block's sums. Quad q is put together by rank q % blocks. */
-TP_DEVICE void exchange(const Shared &shared, int rank, int shift, bool first) {
-    const int blocks = 1 << shift, each = (QUADS + blocks - 1) >> shift;
-    tp_cluster_wait();
-    for (int quad = (int)threadIdx.x; quad < QUADS; quad += WARPS * 32) {
-        const Sum sum = sum_warps(shared, quad, first);
-        tp_remote_store4(tp_remote(shared.parts + rank * each + (quad >> shift), quad & (blocks - 1)), sum.out);
-        const int head = quad / (HEAD_DIM / 4), place = quad % (HEAD_DIM / 4);
-        if (place < blocks || HEAD_DIM / 4 < blocks)
-            for (int r = place; r < blocks; r += HEAD_DIM / 4)
-                tp_remote_store2(tp_remote(shared.part_stat + rank * GROUP + head, r), make_float2(sum.top, sum.total));
+/* The parts of all lanes of a group: lane by lane, in pairs of growing distance. */
+TP_DEVICE Sum sum_lanes(const Part (&parts)[SHARES], int lanes) {
+    float top = -INFINITE;
+    TP_UNROLL for (int i = 0; i < SHARES; i++) top = fmaxf(top, parts[i].stats().x);
+    for (int by = 1; by < lanes; by *= 2) top = fmaxf(top, __shfl_xor_sync(TP_ALL, top, by));
+    Sum sum = {top, 0, {0, 0, 0, 0}};
+    TP_UNROLL for (int i = 0; i < SHARES; i++) sum.add(parts[i].stats(), parts[i].values());
+    for (int by = 1; by < lanes; by *= 2) {
+        sum.total += __shfl_xor_sync(TP_ALL, sum.total, by);
+        sum.out.x += __shfl_xor_sync(TP_ALL, sum.out.x, by), sum.out.y += __shfl_xor_sync(TP_ALL, sum.out.y, by);
+        sum.out.z += __shfl_xor_sync(TP_ALL, sum.out.z, by), sum.out.w += __shfl_xor_sync(TP_ALL, sum.out.w, by);
     }
-    tp_cluster_arrive();
-    tp_cluster_wait();
-}
-
-TP_DEVICE Sum sum_blocks(const Shared &shared, int quad, int shift) {
-    const int head = quad / (HEAD_DIM / 4), blocks = 1 << shift, each = (QUADS + blocks - 1) >> shift;
-    Sum sum = {-INFINITE, 0, {0, 0, 0, 0}};
-    TP_UNROLL for (int r = 0; r < RANKS; r++)
-        if (r < blocks) sum.top = fmaxf(sum.top, shared.part_stat[r * GROUP + head].x);
-    TP_UNROLL for (int r = 0; r < RANKS; r++)
-        if (r < blocks) sum.add(shared.part_stat[r * GROUP + head], shared.parts[r * each + (quad >> shift)]);
     return sum;
 }
-#endif
 
-/* The sum of all clusters for four dimensions of a head; loads of eight clusters are on their way at once. */
-TP_DEVICE Sum sum_clusters(const Target &target, int quad, int rank) {
-    const float *stats = target.parts + GROUP * HEAD_DIM + (rank * 16 + quad / (HEAD_DIM / 4)) * 2;
-    Sum sum = {-INFINITE, 0, {0, 0, 0, 0}};
-    for (int from = 0; from < target.clusters; from += 8) {
-        float top[8], total[8];
-        float4 x[8];
-        TP_UNROLL for (int c = 0; c < 8; c++) {
-            const int part = min(from + c, target.clusters - 1) * PART_STRIDE;
-            top[c] = tp_load(stats + part), total[c] = tp_load(stats + part + 1);
-            x[c] = tp_load4(target.parts + part + quad * 4);
-            if (from + c >= target.clusters) top[c] = -INFINITE;
+/* Whether this thread takes a part in a round, and which. */
+struct Share {
+    int quad, from;
+    bool wanted;
+
+    static TP_DEVICE_MEMBER Share of(const Team &team, int round, int i) {
+        const int lanes = 1 << team.shift, first = team.block * team.slice;
+        Share s;
+        s.quad = first + (((int)threadIdx.x + round * THREADS) >> team.shift);
+        s.from = (int)(threadIdx.x & (u32)(lanes - 1)) + i * lanes;
+        s.wanted = s.quad < min(first + team.slice, QUADS) && s.from < team.blocks;
+        return s;
+    }
+};
+
+/* A collector's slice of the output, from all blocks' parts, which it takes out of memory: zeros stay.
+ * It waits for blocks that wait for nothing but the kernels before, or collect as well. Collectors are at most half
+ * of the multiprocessors (attention.py), and each multiprocessor holds a block, so the others always find room. */
+TP_DEVICE void collect(const Target &target, const Team &team) {
+    Part parts[ROUNDS][SHARES];
+    TP_UNROLL for (int r = 0; r < ROUNDS; r++)
+        TP_UNROLL for (int i = 0; i < SHARES; i++)
+            parts[r][i] = Share::of(team, r, i).wanted ? Part::none() : Part::of({-INFINITE, 0, {0, 0, 0, 0}});
+    for (bool missing = true; missing;) {
+        missing = false;
+        TP_UNROLL for (int r = 0; r < ROUNDS; r++)
+            TP_UNROLL for (int i = 0; i < SHARES; i++) {
+                const Share share = Share::of(team, r, i);
+                if (!parts[r][i].there()) parts[r][i].load(target.part(share.from, share.quad));
+            }
+        TP_UNROLL for (int r = 0; r < ROUNDS; r++)
+            TP_UNROLL for (int i = 0; i < SHARES; i++) missing |= !parts[r][i].there();
+#ifdef TP_HOST
+        if (missing) tp_host_poll();
+#endif
+    }
+    TP_UNROLL for (int r = 0; r < ROUNDS; r++) {
+        const Sum sum = sum_lanes(parts[r], 1 << team.shift);
+        TP_UNROLL for (int i = 0; i < SHARES; i++) {
+            const Share share = Share::of(team, r, i);
+            if (share.wanted) Part::none().store(target.part(share.from, share.quad));
+            if (i == 0 && share.wanted && share.from == 0) target.write(share.quad, sum);
         }
-        const float before = sum.top;
-        TP_UNROLL for (int c = 0; c < 8; c++) sum.top = fmaxf(sum.top, top[c]);
-        Sum next = {sum.top, 0, {0, 0, 0, 0}};
-        next.add(make_float2(before, sum.total), sum.out);
-        TP_UNROLL for (int c = 0; c < 8; c++) next.add(make_float2(top[c], total[c]), x[c]);
-        sum = next;
     }
-    return sum;
 }
 
-/* From the warps' results in shared memory to the output. */
-TP_DEVICE void finish(const Shared &shared, const Target &target, int shift, bool first) {
-    const int rank = (int)blockIdx.x % RANKS, cluster = (int)blockIdx.x / RANKS;
-    const int begin = ((int)threadIdx.x << shift) + rank, step = (WARPS * 32) << shift;
-#if RANKS > 1
-    if (shift) {
-        exchange(shared, rank, shift, first);
-        for (int quad = begin; quad < QUADS; quad += step) target.put(quad, rank, cluster, sum_blocks(shared, quad, shift));
-    } else
-#endif
-        for (int quad = begin; quad < QUADS; quad += step) target.put(quad, rank, cluster, sum_warps(shared, quad, first));
-    if (target.clusters == 1) return;
-    __threadfence();
-    __syncthreads();
-    i32 *last = (i32 *)shared.current;
-    if (threadIdx.x == 0) {
-        *last = atomicAdd(target.counter + rank, 1) == target.clusters - 1;
-        __threadfence();
+/* From the warps' results in shared memory to the output, or to the blocks that collect. */
+TP_DEVICE void finish(const Shared &shared, const Target &target, const Team &team) {
+    for (int quad = (int)threadIdx.x; quad < QUADS; quad += THREADS) {
+        const Sum sum = sum_warps(shared, quad);
+        if (team.blocks == 1) target.write(quad, sum);
+        else Part::of(sum).store(target.part(team.block, quad));
     }
-    __syncthreads();
-    if (!*last) return;
-    if (threadIdx.x == 0) target.counter[rank] = 0;
-    for (int quad = begin; quad < QUADS; quad += step) target.write(quad, sum_clusters(target, quad, rank));
+    if (SPLITS > 1 && team.blocks > 1 && team.block < 1 << team.shift) collect(target, team);
 }
 
 #endif

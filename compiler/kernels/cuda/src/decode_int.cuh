@@ -5,8 +5,7 @@
  * q % 2 at bits 2 (q / 2) of each byte; 1-bit quad q at bit q of each byte.
  *
  * A lane has STEPS neighbouring groups of every row of a stage, so that it loads scales several at a time. It takes them
- * in an order of its own, turned by turn(lane), in which 32 lanes meet no bank of shared memory twice. The two int8 terms
- * of an activation stand in a fixed ratio and make one integer: scales are applied once for both. */
+ * in an order of its own, turned by turn(lane), in which 32 lanes meet no bank of shared memory twice. */
 #ifndef DECODE_INT_CUH
 #define DECODE_INT_CUH
 #include "tapeout.cuh"
@@ -16,17 +15,16 @@
 #define HALVES (GROUP == 16 ? 2 : 1)                       /* scaled parts of a group of 32 */
 #define SPAN (SUPER / 32 < STEPS ? SUPER / 32 : STEPS)     /* groups of a lane that share d */
 #define SPANS (STEPS / SPAN)
-#define RATIO 254                                          /* first term to second; 1 / 254 of half a step is 127 */
 #define SUMS ((HAS_MIN || HAS_ZEROS) ? HALVES : 0)         /* floats of a group: scale times sum of activations */
 #define STARTS (ZERO != 0 ? HALVES : 0)                    /* integers of a group: -zero times sum of activations */
 #define SIDES (1 + SUMS + STARTS)
-#define SIDES_AT (X_AT + COLUMNS * CHUNKS * STEPS * 1024)
+#define SIDES_AT (X_AT + M * CHUNKS * STEPS * 1024)
 #define MIN_UNIT 64.0f /* what byte_float's fraction counts in */
 
 /* Results up to 2^22 become floats by their place in the mantissa of 1.5 * 2^23. */
 #define MOST_CODE (BITS == 8 ? 128 : ZERO ? ZERO : (1 << BITS) - 1)
 #define MOST_SUB (!HAS_SUB ? 1 : HAS_MIN ? (BITS == 2 ? 15 : 63) : BITS == 3 ? 32 : 128)
-#define MOST ((i64)32 * 127 * (TERMS == 2 ? RATIO + 1 : 1) * MOST_CODE * MOST_SUB)
+#define MOST ((i64)32 * 127 * MOST_CODE * MOST_SUB)
 #define BY_MANTISSA (MOST < (1 << 22))
 #define BASE (BY_MANTISSA ? 0x4b400000 : 0)
 #define SUM_HALVES (MOST < ((i64)1 << 31)) /* both halves of a group fit one integer */
@@ -43,70 +41,61 @@ TP_DEVICE int half_turn(int lane) { return BITS == 8 ? lane >> (STEPS == 4 ? 0 :
 
 /* ---- activations ---- */
 
-/* Rounds the four values, in units of 1 / inverse, to nearest even; the rest stays in v. Returns their sum. */
-TP_DEVICE i32 round_term(float (&v)[4], u32 &codes, float inverse, float unit) {
-    i32 sum = 0;
-    codes = 0;
-    TP_UNROLL for (int i = 0; i < 4; i++) {
-        const i32 code = __float2int_rn(v[i] * inverse);
-        codes |= (u32)(code & 255) << (8 * i);
-        sum += code;
-        v[i] = fmaf((float)-code, unit, v[i]);
-    }
-    return sum;
-}
-
-/* Quantizes the group of 32 that 8 neighbouring lanes hold: absmax / 127, to nearest even; the second term likewise what
- * the first leaves, at most half its step. `sum`, of all terms in units of the last, is that of the lane's half group.
- * A NaN or an infinity makes the scale NaN. */
-TP_DEVICE void quantize(float4 in, u32 (&codes)[TERMS], float &scale, i32 &sum) {
-    float v[4] = { in.x, in.y, in.z, in.w };
-    u32 top = 0;
-    TP_UNROLL for (int i = 0; i < 4; i++) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
-    TP_UNROLL for (int lane = 1; lane < 8; lane *= 2) top = max(top, __shfl_xor_sync(TP_ALL, top, lane));
-    const float most = __uint_as_float(top);
-    const bool usable = most > 1e-35f && most <= 3.4028235e38f;
-    const float inverse = usable ? 127.0f / most : 0.0f;
-    scale = most - most == 0.0f ? most / 127.0f : most - most;
-    if (!usable) v[0] = v[1] = v[2] = v[3] = 0.0f;
-    sum = round_term(v, codes[0], inverse, scale);
-    if (TERMS == 2) {
-        sum = RATIO * sum + round_term(v, codes[TERMS - 1], RATIO * inverse, 0.0f);
-        scale /= RATIO;
-    }
-    sum += __shfl_xor_sync(TP_ALL, sum, 1);
-    sum += __shfl_xor_sync(TP_ALL, sum, 2);
-}
-
-/* Index of position i, of a lane's STEPS, among the 16-byte pieces of a column, and among the floats of a side. */
-TP_DEVICE int piece_index(int column, int chunk, int half, int i, int lane) {
-    return (((column * CHUNKS + chunk) * 2 + half) * STEPS + i) * 32 + lane;
+/* Index of position i, of a lane's STEPS, among the 16-byte pieces of a row, and among the words of a side. */
+TP_DEVICE int piece_index(int m, int chunk, int half, int i, int lane) {
+    return (((m * CHUNKS + chunk) * 2 + half) * STEPS + i) * 32 + lane;
 }
 TP_DEVICE int side_index(int m, int side, int chunk, int i, int lane) {
     return (((m * SIDES + side) * CHUNKS + chunk) * 32 + lane) * STEPS + i;
 }
 
-/* Stores the elements from 4 p on of row m; all 32 lanes call it. */
-TP_DEVICE void stage_piece(u8 *shared, int m, int p, bool live, float4 v) {
-    u32 codes[TERMS];
-    float scale;
-    i32 sum[2];
-    quantize(v, codes, scale, sum[0]);
-    sum[1] = __shfl_xor_sync(TP_ALL, sum[0], 4);
-    if (!live) return;
+/* Codes of the four elements from 4 p on of row m, and with the first of a group what stands beside it: its scale, and
+ * for each half what its sum of codes is needed for. */
+TP_DEVICE void store_piece(u8 *shared, int m, int p, u32 codes, float scale, const i32 (&halves)[2]) {
     const int group = p / 8, word = p % 8, chunk = group / (32 * STEPS), lane = group / STEPS % 32;
     const int i = group % STEPS ^ turn(lane), half = word / 4 ^ half_turn(lane);
-    TP_UNROLL for (int t = 0; t < TERMS; t++)
-        ((u32 *)(shared + X_AT))[piece_index(m * TERMS + t, chunk, half, i, lane) * 4 + word % 4] = codes[t];
+    ((u32 *)(shared + X_AT))[piece_index(m, chunk, half, i, lane) * 4 + word % 4] = codes;
     if (word) return;
-    if (HALVES == 1) sum[0] += sum[1];
     u32 *side = (u32 *)(shared + SIDES_AT);
     side[side_index(m, 0, chunk, i, lane)] = __float_as_uint(scale);
     constexpr float unit = !HAS_MIN ? 1.0f : HAS_SUB ? MIN_SIGN * MIN_UNIT : MIN_SIGN;
-    TP_UNROLL for (int h = 0; h < SUMS; h++)
-        side[side_index(m, 1 + h, chunk, i, lane)] = __float_as_uint(unit * scale * (float)sum[h]);
-    TP_UNROLL for (int h = 0; h < STARTS; h++)
-        side[side_index(m, 1 + h, chunk, i, lane)] = (u32)((HAS_SUB ? 0 : BASE) - ZERO * sum[h]);
+    TP_UNROLL for (int h = 0; h < HALVES; h++) {
+        const i32 sum = HALVES == 1 ? halves[0] + halves[1] : halves[h];
+        if (SUMS) side[side_index(m, 1 + h, chunk, i, lane)] = __float_as_uint(unit * scale * (float)sum);
+        if (STARTS) side[side_index(m, 1 + h, chunk, i, lane)] = (u32)((HAS_SUB ? 0 : BASE) - ZERO * sum);
+    }
+}
+
+/* Quantizes and stores pieces of row m, each the four elements from 4 (tid + i THREADS) on, i from `first`. Groups of 32
+ * lie in 8 neighbouring lanes: absmax / 127, to nearest even. A NaN or an infinity makes the scale NaN. */
+TP_DEVICE void stage_batch(u8 *shared, int m, int first, const float4 (&v)[BATCH]) {
+    u32 top[BATCH], codes[BATCH];
+    i32 sum[BATCH];
+    float scale[BATCH];
+    TP_UNROLL for (int b = 0; b < BATCH; b++)
+        top[b] = __float_as_uint(fmaxf(fmaxf(fabsf(v[b].x), fabsf(v[b].y)), fmaxf(fabsf(v[b].z), fabsf(v[b].w))));
+    TP_UNROLL for (int lane = 1; lane < 8; lane *= 2)
+        TP_UNROLL for (int b = 0; b < BATCH; b++)
+            if (first + b < PIECES) top[b] = max(top[b], __shfl_xor_sync(TP_ALL, top[b], lane));
+    TP_UNROLL for (int b = 0; b < BATCH; b++) {
+        const float most = __uint_as_float(top[b]);
+        const bool usable = most > 1e-35f && most <= 3.4028235e38f;
+        const float inverse = usable ? 127.0f * tp_reciprocal(most) : 0.0f;
+        scale[b] = most - most == 0.0f ? most * (1.0f / 127.0f) : most - most;
+        codes[b] = tp_pack4(__float2int_rn(v[b].x * inverse), __float2int_rn(v[b].y * inverse),
+                            __float2int_rn(v[b].z * inverse), __float2int_rn(v[b].w * inverse));
+        sum[b] = tp_dp4a(codes[b], 0x01010101u, 0);
+    }
+    if (SIDES > 1)
+        TP_UNROLL for (int lane = 1; lane < 4; lane *= 2)
+            TP_UNROLL for (int b = 0; b < BATCH; b++)
+                if (first + b < PIECES) sum[b] += __shfl_xor_sync(TP_ALL, sum[b], lane);
+    TP_UNROLL for (int b = 0; b < BATCH; b++) {
+        const int p = (int)threadIdx.x + (first + b) * THREADS;
+        if (first + b >= PIECES) continue;
+        const i32 halves[2] = { sum[b], SIDES > 1 ? __shfl_xor_sync(TP_ALL, sum[b], 4) : 0 };
+        if (K / 4 % THREADS == 0 || p < K / 4) store_piece(shared, m, p, codes[b], scale[b], halves);
+    }
 }
 
 /* ---- scales ---- */
@@ -281,17 +270,11 @@ TP_DEVICE void dots(i32 (&sum)[HALVES], const u32 (&quad)[8], const u32 (&in)[8]
 #endif
 }
 
-/* sum over the group of sub * (code - zero) * activation, in units of the last term, as a float. */
-TP_DEVICE float group_product(const u32 (&quad)[8], const u32 (&in)[TERMS][8], const i32 *start, const RowScales &row, int i) {
+/* sum over the group of sub * (code - zero) * activation, in units of its scale, as a float. */
+TP_DEVICE float group_product(const u32 (&quad)[8], const u32 (&in)[8], const i32 *start, const RowScales &row, int i) {
     i32 sum[HALVES];
-    TP_UNROLL for (int h = 0; h < HALVES; h++) sum[h] = TERMS == 1 ? start[h] : 0;
-    dots(sum, quad, in[0]);
-#if TERMS == 2
-    i32 second[HALVES];
-    TP_UNROLL for (int h = 0; h < HALVES; h++) second[h] = start[h];
-    dots(second, quad, in[1]);
-    TP_UNROLL for (int h = 0; h < HALVES; h++) sum[h] = RATIO * sum[h] + second[h];
-#endif
+    TP_UNROLL for (int h = 0; h < HALVES; h++) sum[h] = start[h];
+    dots(sum, quad, in);
     i32 whole = sum[0];
 #if HAS_SUB && HALVES == 2
     if (!SUM_HALVES)
@@ -317,7 +300,7 @@ TP_DEVICE void load_side(u32 (&side)[STEPS], const u8 *shared, int m, int which,
 #endif
 }
 
-TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slot, const float *, const float *, int chunk,
+TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slot, const x_type *, const float *, int chunk,
                          int lane) {
     const int turned = turn(lane), halves_turned = half_turn(lane);
     if (K % STAGE_K && (chunk * 32 + lane) * STEPS >= K / 32) return;
@@ -338,10 +321,10 @@ TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slo
     TP_UNROLL for (int i = 0; i < STEPS; i++) {
         const int group = lane * STEPS + (i ^ turned);
         if (K / 32 % STEPS && chunk * 32 * STEPS + group >= K / 32) continue;
-        u32 in[M][TERMS][8];
-        TP_UNROLL for (int c = 0; c < M * TERMS * 2; c++) {
+        u32 in[M][8];
+        TP_UNROLL for (int c = 0; c < M * 2; c++) {
             const uint4 v = ((const uint4 *)(shared + X_AT))[piece_index(c / 2, chunk, c % 2, i, lane)];
-            u32 *to = in[c / 2 / TERMS][c / 2 % TERMS] + c % 2 * 4;
+            u32 *to = in[c / 2] + c % 2 * 4;
             to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
         }
         TP_UNROLL for (int j = 0; j < ITEM_ROWS; j++) {

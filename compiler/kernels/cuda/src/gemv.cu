@@ -1,12 +1,14 @@
 /* Decode: y[m][n] = epilogue(sum over k of x[m][k] w[n][k]), M = 1, 2 or 4 rows of activations, all shapes fixed.
  *
  * Every warp has a ring of its own in shared memory and works on items of ROWS output rows by itself: no warp waits for
- * another. The ring is full of the first weights before tp_wait(), so that memory is busy while the kernel before ends.
+ * another, and a fast one takes more items. The ring is full of the first weights before tp_wait(), so that memory is busy while the kernel before ends.
  * Then the block stages x (normalised; quantized to int8 for integer codes) in shared memory, where it is read once for
  * all rows of an item. A stage is STEPS units a lane of each row: planes first, then the windows (whole 16 bytes) of
  * the scale arrays. Sums are taken in a fixed order. */
-#include "tapeout.cuh"
+#include "rows.cuh"
 
+typedef tp_out<X>::type x_type;
+static_assert(EPILOGUE != 1 || Y == TP_F32, "sums are added to floats");
 #define ITEM_ROWS ((EPILOGUE >= 2 ? 2 : 1) * ROWS) /* gated: gate rows, then up rows */
 #define ITEMS ((N + ROWS - 1) / ROWS)
 #define WARPS (THREADS / 32)
@@ -18,14 +20,14 @@
 #define STAGE_PLANE1 (ITEM_ROWS * ROW_PLANE0)
 #define STAGE_SCALES (STAGE_PLANE1 + ITEM_ROWS * ROW_PLANE1)
 #define X_AT (WARPS * STAGES * STAGE_BYTES)
-#define SUMS_AT (X_AT + X_BYTES)
+#define SUMS_AT (X_AT + X_BYTES)           /* [M][WARPS] floats */
+#define ITEMS_AT (SUMS_AT + 4 * M * WARPS) /* [WARPS][STAGES]: the item that begins there; then how many are taken */
 #define VALUES (M * ITEM_ROWS)
+#define FIRST_ITEMS ((STAGES + CHUNKS - 1) / CHUNKS) /* of a warp, dealt out beforehand */
 
 #if ELEMENT
 #include "decode_float.cuh"
-#define COLUMNS M
 #else
-#define COLUMNS (M * TERMS)
 #define ELEMENT_SCALE 1.0f
 #endif
 
@@ -43,44 +45,124 @@ static_assert(STAGE_BYTES == STAGE_SCALES + ITEM_ROWS * SCALE_SLOTS, "the descri
 TP_DEVICE int row_of(int item, int j) { return item * ROWS + (j < ROWS ? j : N - ROWS + j); }
 TP_DEVICE bool row_exists(int item, int j) { return N % ROWS == 0 || item * ROWS + j % ROWS < N; }
 
-template <int BYTES> TP_DEVICE void copy_plane(u8 *slot, const u8 *plane, int row_bytes, int item, int chunk, int lane) {
+#define SCALE_STEPS (SCALE_COUNT ? (ITEM_ROWS * (SCALE_SLOTS / 16) + 31) / 32 : 1) /* copies of a lane */
+
+/* Of a plane, BYTES a row and stage: from the item's first row to what a lane copies first. */
+template <int BYTES> TP_DEVICE i64 lane_offset(i64 row_bytes, int lane) {
+    constexpr int pieces = BYTES / 16;
+    if constexpr (pieces >= 32) return lane * 16;
+    const int j = lane / pieces;
+    return (ITEM_ROWS * pieces > 32 ? j : row_of(0, j)) * row_bytes + lane % pieces * 16;
+}
+
+template <int BYTES> TP_DEVICE void copy_plane(u8 *to, const u8 *from, i64 row_bytes, int item, int chunk, int lane) {
     constexpr int pieces = BYTES / 16;
     TP_UNROLL for (int first = 0; first < ITEM_ROWS * pieces; first += 32) {
-        const int i = first + lane, j = i / pieces, at = chunk * BYTES + i % pieces * 16;
-        if ((ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces) && (K % STAGE_K == 0 || at < row_bytes)
-            && row_exists(item, j))
-            tp_copy16(slot + i * 16, plane + (i64)row_of(item, j) * row_bytes + at);
+        const int i = first + lane;
+        if ((ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces)
+            && (K % STAGE_K == 0 || chunk * BYTES + i % pieces * 16 < row_bytes) && row_exists(item, i / pieces))
+            tp_copy16(to + i * 16, from + row_of(0, first / pieces) * row_bytes + first % pieces * 16);
     }
 }
 
-TP_DEVICE void copy_scales(u8 *slot, const u8 *plane, int item, int chunk, int lane) {
-    constexpr int pieces = SCALE_SLOTS / 16;
-    TP_UNROLL for (int first = 0; first < ITEM_ROWS * pieces; first += 32) {
-        const int i = first + lane, j = i / pieces, p = i % pieces * 16;
-        int at = 0;
-        TP_UNROLL for (int a = 0; a < SCALE_COUNT; a++)
-            if (p >= scale_slot(a)) at = ((SCALE_AT[a] + chunk * SCALE_PIECE[a]) & ~15) + p - scale_slot(a);
-        if (i < ITEM_ROWS * pieces && at < SCALE_ROW && row_exists(item, j))
-            tp_copy16(slot + i * 16, plane + (i64)(row_of(item, j) / SCALE_ROWS) * SCALE_ROW + at);
-    }
-}
+/* What a lane copies of every stage, 16 bytes at a time. */
+struct Copier {
+    const u8 *w, *plane0, *plane1, *scales[SCALE_STEPS];
 
-TP_DEVICE void copy_stage(u8 *slot, const u8 *w, int item, int chunk, int lane) {
-    copy_plane<ROW_PLANE0>(slot, w + PLANE0, PLANE0_ROW, item, chunk, lane);
+    TP_DEVICE_MEMBER void begin(int item, int lane) {
+        plane0 = w + PLANE0 + (i64)item * (ROWS * (i64)PLANE0_ROW) + lane_offset<ROW_PLANE0>(PLANE0_ROW, lane);
 #if PLANE1_UNIT
-    copy_plane<ROW_PLANE1>(slot + STAGE_PLANE1, w + PLANE1, PLANE1_ROW, item, chunk, lane);
+        plane1 = w + PLANE1 + (i64)item * (ROWS * (i64)PLANE1_ROW) + lane_offset<ROW_PLANE1>(PLANE1_ROW, lane);
 #endif
-    if (SCALE_COUNT) copy_scales(slot + STAGE_SCALES, w + SCALES, item, chunk, lane);
-}
+        if constexpr (SCALE_COUNT > 0)
+            TP_UNROLL for (int s = 0; s < SCALE_STEPS; s++)
+                scales[s] = w + SCALES + (i64)(row_of(item, (s * 32 + lane) / (SCALE_SLOTS / 16)) / SCALE_ROWS) * SCALE_ROW;
+    }
+    TP_DEVICE_MEMBER void copy_scales(u8 *to, int item, int chunk, int lane) const {
+        constexpr int pieces = SCALE_COUNT ? SCALE_SLOTS / 16 : 1;
+        TP_UNROLL for (int s = 0; s < SCALE_STEPS; s++) {
+            const int i = s * 32 + lane, p = i % pieces * 16;
+            int at = 0;
+            TP_UNROLL for (int a = 0; a < SCALE_COUNT; a++)
+                if (p >= scale_slot(a)) at = ((SCALE_AT[a] + chunk * SCALE_PIECE[a]) & ~15) + p - scale_slot(a);
+            if ((ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces) && at < SCALE_ROW && row_exists(item, i / pieces))
+                tp_copy16(to + i * 16, scales[s] + at);
+        }
+    }
+    TP_DEVICE_MEMBER void copy(u8 *to, int item, int chunk, int lane) {
+        if (item < ITEMS) {
+            copy_plane<ROW_PLANE0>(to, plane0, PLANE0_ROW, item, chunk, lane);
+            plane0 += ROW_PLANE0;
+#if PLANE1_UNIT
+            copy_plane<ROW_PLANE1>(to + STAGE_PLANE1, plane1, PLANE1_ROW, item, chunk, lane);
+            plane1 += ROW_PLANE1;
+#endif
+            if constexpr (SCALE_COUNT > 0) copy_scales(to + STAGE_SCALES, item, chunk, lane);
+        }
+        tp_copy_commit();
+    }
+};
+
+/* A warp's ring. Items are the block's own, every GRID-th; a warp takes the next when it has copied the last. */
+struct Ring {
+    u8 *stages; /* [STAGES][STAGE_BYTES] */
+    i32 *items; /* [STAGES]: the item that begins there */
+    i32 *taken; /* the block's items that are taken */
+    int lane;
+    Copier copier;
+    int item = 0, chunk = 0; /* to copy next; chunk 0: take another item first */
+    int slot = 0;            /* to read next, and then to copy to */
+
+    TP_DEVICE_MEMBER Ring(u8 *shared, const u8 *w, int warp, int l)
+        : stages(shared + warp * STAGES * STAGE_BYTES), items((i32 *)(shared + ITEMS_AT) + warp * STAGES),
+          taken((i32 *)(shared + ITEMS_AT) + WARPS * STAGES), lane(l), copier{w} {}
+
+    TP_DEVICE_MEMBER void copy() {
+        copier.copy(stages + slot * STAGE_BYTES, item, chunk, lane);
+        if (chunk == 0 && lane == 0) items[slot] = item;
+        if (++chunk == CHUNKS) chunk = 0;
+        if (++slot == STAGES) slot = 0;
+    }
+    TP_DEVICE_MEMBER void begin(int place) {
+        item = place * GRID + (int)blockIdx.x;
+        copier.begin(item, lane);
+    }
+    TP_DEVICE_MEMBER void fill(int warp) {
+        TP_UNROLL for (int s = 0; s < STAGES; s++) {
+            if (s % CHUNKS == 0) begin(s / CHUNKS * WARPS + warp);
+            copy();
+            if (s >= PACE) tp_copy_wait<PACE>();
+        }
+        __syncwarp();
+    }
+    /* The oldest stage, when it has landed. */
+    TP_DEVICE_MEMBER const u8 *wait() {
+        tp_copy_wait<STAGES - 1>();
+        __syncwarp();
+        return stages + slot * STAGE_BYTES;
+    }
+    /* All lanes have read the oldest stage: the next one goes there. */
+    TP_DEVICE_MEMBER void refill() {
+        if (chunk == 0) {
+            int place = 0;
+            if (lane == 0) place = atomicAdd(taken, 1);
+            begin(__shfl_sync(TP_ALL, place, 0));
+        }
+        __syncwarp();
+        copy();
+    }
+    TP_DEVICE_MEMBER int next_item() const { return items[slot]; }
+};
 
 /* ---- activations ---- */
 
-#define X_COLUMN ((UNITS + 31) / 32 * 32 * UNIT * (ELEMENT ? 4 : 1)) /* bytes of a column of x in shared memory */
-#define X_SIDES (X_AT + COLUMNS * X_COLUMN)                          /* integer codes: scale and sum of each 32 */
-#define PIECES ((K / 4 + THREADS - 1) / THREADS)                     /* pieces of 4 elements a thread */
+#define X_ROW ((UNITS + 31) / 32 * 32 * UNIT * 4)   /* float weights: bytes of a row of x in shared memory */
+#define PIECES ((K / 4 + THREADS - 1) / THREADS)    /* pieces of 4 elements a thread */
+#define BATCH (PIECES < 4 ? PIECES : PIECES > 8 ? 2 : 4) /* of them, staged together so that their latencies overlap */
+#define AT_ONCE (PIECES < 8 ? (PIECES + BATCH - 1) / BATCH * BATCH : 8) /* on their way from memory together */
 
 #if !ELEMENT
-#include "decode_int.cuh" /* stage_piece, add_stage */
+#include "decode_int.cuh" /* stage_batch, add_stage */
 #else
 /* Where the four elements from 4 p on stand, in pieces of 4: a lane's unit is cut so that a warp reads 32 neighbours. */
 TP_DEVICE int x_piece(int p) {
@@ -88,30 +170,39 @@ TP_DEVICE int x_piece(int p) {
     return (unit / 32 * (UNIT / 4) + inside) * 32 + unit % 32;
 }
 
-TP_DEVICE void stage_piece(u8 *shared, int m, int p, bool live, float4 v) {
-    if (live && X_STAGED) ((float4 *)(shared + X_AT + m * X_COLUMN))[x_piece(p)] = v;
+TP_DEVICE void stage_batch(u8 *shared, int m, int first, const float4 (&v)[BATCH]) {
+    TP_UNROLL for (int b = 0; b < BATCH; b++) {
+        const int p = (int)threadIdx.x + (first + b) * THREADS;
+        if (X_STAGED && first + b < PIECES && (K / 4 % THREADS == 0 || p < K / 4))
+            ((float4 *)(shared + X_AT + m * X_ROW))[x_piece(p)] = v[b];
+    }
 }
 #endif
 
 /* Puts x into shared memory, times the norm's weight; the norm's factor is applied to the results. */
-TP_DEVICE void stage_x(u8 *shared, const float *x, const float4 *norm_weight, float (&factor)[M]) {
+TP_DEVICE void stage_x(u8 *shared, const x_type *x, const float4 *norm_weight, float (&factor)[M]) {
     const int tid = threadIdx.x;
     TP_UNROLL for (int m = 0; m < M; m++) {
-        float4 v[PIECES];
         float squares = 0.0f;
-        TP_UNROLL for (int i = 0; i < PIECES; i++) {
-            const int p = tid + i * THREADS;
-            const bool live = K / 4 % THREADS == 0 || p < K / 4;
-            v[i] = live ? tp_load4(x + m * LDX + 4 * p) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        TP_UNROLL for (int i = 0; i < PIECES; i++) {
-            const int p = tid + i * THREADS;
-            if (NORM) {
-                squares += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
-                v[i].x *= norm_weight[i].x, v[i].y *= norm_weight[i].y;
-                v[i].z *= norm_weight[i].z, v[i].w *= norm_weight[i].w;
+        TP_UNROLL for (int start = 0; start < PIECES; start += AT_ONCE) {
+            decltype(tp_read4(x)) read[AT_ONCE];
+            TP_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+                const int p = tid + (start + i) * THREADS;
+                read[i] = {};
+                if (start + i < PIECES && (K / 4 % THREADS == 0 || p < K / 4)) read[i] = tp_read4(x + m * LDX + 4 * p);
             }
-            stage_piece(shared, m, p, K / 4 % THREADS == 0 || p < K / 4, v[i]);
+            TP_UNROLL for (int first = 0; first < AT_ONCE; first += BATCH) {
+                float4 v[BATCH];
+                TP_UNROLL for (int b = 0; b < BATCH; b++) {
+                    const int i = start + first + b;
+                    v[b] = tp_floats<X>(read[first + b]);
+                    if (!NORM || i >= PIECES) continue;
+                    squares += v[b].x * v[b].x + v[b].y * v[b].y + v[b].z * v[b].z + v[b].w * v[b].w;
+                    v[b].x *= norm_weight[i].x, v[b].y *= norm_weight[i].y;
+                    v[b].z *= norm_weight[i].z, v[b].w *= norm_weight[i].w;
+                }
+                stage_batch(shared, m, start + first, v);
+            }
         }
         if (NORM) {
             squares = tp_warp_sum(squares);
@@ -130,9 +221,9 @@ TP_DEVICE void stage_x(u8 *shared, const float *x, const float4 *norm_weight, fl
 /* ---- products of one stage ---- */
 
 #if ELEMENT
-TP_DEVICE float4 x_of(const u8 *shared, const float *x, const float *norm, int m, int unit, int i) {
-    if (X_STAGED) return ((const float4 *)(shared + X_AT + m * X_COLUMN))[(unit / 32 * (UNIT / 4) + i) * 32 + unit % 32];
-    float4 v = *(const float4 *)(x + m * LDX + unit * UNIT + 4 * i);
+TP_DEVICE float4 x_of(const u8 *shared, const x_type *x, const float *norm, int m, int unit, int i) {
+    if (X_STAGED) return ((const float4 *)(shared + X_AT + m * X_ROW))[(unit / 32 * (UNIT / 4) + i) * 32 + unit % 32];
+    float4 v = tp_floats<X>(tp_read4(x + m * LDX + unit * UNIT + 4 * i));
     if (NORM) {
         const float4 s = *(const float4 *)(norm + unit * UNIT + 4 * i);
         v.x *= s.x, v.y *= s.y, v.z *= s.z, v.w *= s.w;
@@ -140,7 +231,7 @@ TP_DEVICE float4 x_of(const u8 *shared, const float *x, const float *norm, int m
     return v;
 }
 
-TP_DEVICE void add_unit(float (&sum)[VALUES], const u8 *shared, const u8 *slot, const float *x, const float *norm,
+TP_DEVICE void add_unit(float (&sum)[VALUES], const u8 *shared, const u8 *slot, const x_type *x, const float *norm,
                         int chunk, int u, int lane) {
     const int local = u * 32 + lane, unit = chunk * 32 * STEPS + local;
     if (K % STAGE_K && unit >= UNITS) return;
@@ -168,7 +259,7 @@ TP_DEVICE void add_unit(float (&sum)[VALUES], const u8 *shared, const u8 *slot, 
     }
 }
 
-TP_DEVICE void add_stage(float (&sum)[VALUES], const u8 *shared, const u8 *slot, const float *x, const float *norm,
+TP_DEVICE void add_stage(float (&sum)[VALUES], const u8 *shared, const u8 *slot, const x_type *x, const float *norm,
                          int chunk, int lane) {
     TP_UNROLL for (int u = 0; u < STEPS; u++) add_unit(sum, shared, slot, x, norm, chunk, u, lane);
 }
@@ -194,25 +285,17 @@ TP_DEVICE float transpose_sum(float (&value)[VALUES], int lane) {
 }
 
 TP_DEVICE float activated(float gate) {
-    if (EPILOGUE == 2) return gate / (1.0f + expf(-gate));
+    if (EPILOGUE == 2) return gate * tp_reciprocal(1.0f + expf(-gate));
     const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
     return 0.5f * gate * (1.0f + tanhf(inner));
 }
 
-/* Two kernels of 512 threads share a multiprocessor: the next fills its ring while this one runs. */
-TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : THREADS > 256 ? 2 : 3) TP_KERNEL(const float *x, const float *norm, const u8 *w, const float *bias, float *y) {
+/* Two kernels share a multiprocessor: the next fills its ring while this one runs. */
+TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
+    TP_KERNEL(const x_type *x, const float *norm, const u8 *w, const float *bias, tp_out<Y>::type *y) {
     TP_SHARED(shared);
     tp_launch_dependents();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first = warp * GRID + blockIdx.x; /* neighbours in different blocks: the last round spreads over all */
-    u8 *ring = shared + warp * STAGES * STAGE_BYTES;
-
-    int copy_item = first, copy_chunk = 0;
-    TP_UNROLL for (int s = 0; s < STAGES; s++) {
-        if (copy_item < ITEMS) copy_stage(ring + s * STAGE_BYTES, w, copy_item, copy_chunk, lane);
-        tp_copy_commit();
-        if (++copy_chunk == CHUNKS) copy_chunk = 0, copy_item += GRID * WARPS;
-    }
+    const int warp = threadIdx.x / 32;
     float4 norm_weight[PIECES];
     if (NORM)
         TP_UNROLL for (int i = 0; i < PIECES; i++) {
@@ -223,38 +306,35 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : THREADS > 256 ? 2 
 #if TENSOR_SCALE
     weight_scale *= *(const float *)(w + SCALES);
 #endif
+    Ring ring(shared, w, warp, threadIdx.x % 32);
+    if (threadIdx.x == 0) *ring.taken = WARPS * FIRST_ITEMS;
+    ring.fill(warp);
 
     tp_wait();
     float factor[M];
     stage_x(shared, x, norm_weight, factor);
 
+    const int lane = tp_opaque(threadIdx.x % 32); /* what follows from it takes no registers while x is staged */
     const int value = lane / SPREAD, m = value / ITEM_ROWS, j = value % ITEM_ROWS;
     float scale = factor[0];
     TP_UNROLL for (int i = 1; i < M; i++) scale = m == i ? factor[i] : scale;
     scale *= weight_scale;
-    u8 *slot = ring;
-    for (int item = first; item < ITEMS; item += GRID * WARPS) {
+    for (int item = ring.next_item(); item < ITEMS; item = ring.next_item()) {
         const int n = item * ROWS + j % ROWS;
         const bool writes = lane % SPREAD == 0 && j < ROWS && n < N;
-        float before = EPILOGUE == 1 && writes ? tp_load(y + m * LDY + n) : 0.0f;
+        float before = EPILOGUE == 1 && writes ? tp_load((const float *)y + m * LDY + n) : 0.0f;
         if (BIAS && n < N) before += bias[j < ROWS ? n : N + n];
         float sum[VALUES];
         TP_UNROLL for (int i = 0; i < VALUES; i++) sum[i] = 0.0f;
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
-            tp_copy_wait<STAGES - 1>();
-            __syncwarp();
-            add_stage(sum, shared, slot, x, norm, chunk, lane);
-            __syncwarp();
-            if (copy_item < ITEMS) copy_stage(slot, w, copy_item, copy_chunk, lane);
-            tp_copy_commit();
-            if (++copy_chunk == CHUNKS) copy_chunk = 0, copy_item += GRID * WARPS;
-            slot = slot == ring + (STAGES - 1) * STAGE_BYTES ? ring : slot + STAGE_BYTES;
+            add_stage(sum, shared, ring.wait(), x, norm, chunk, lane);
+            ring.refill();
         }
         float result = fmaf(transpose_sum(sum, lane), scale, before);
         if (EPILOGUE >= 2) {
             const float up = __shfl_xor_sync(TP_ALL, result, ROWS * SPREAD);
             result = activated(result) * up;
         }
-        if (writes) y[m * LDY + n] = result;
+        if (writes) y[m * LDY + n] = tp_out<Y>::from(result);
     }
 }

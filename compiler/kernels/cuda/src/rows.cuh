@@ -40,6 +40,17 @@ template <> struct tp_out<TP_F32> {
     TP_DEVICE float from(float x) { return x; }
 };
 
+/* Four neighbours that an earlier kernel of the graph wrote, as they are, and as floats. */
+TP_DEVICE float4 tp_read4(const float *p) { return tp_load4(p); }
+TP_DEVICE uint2 tp_read4(const u16 *p) { return tp_load_pair(p); }
+
+template <int TYPE> TP_DEVICE float4 tp_floats(float4 v) { return v; }
+template <int TYPE> TP_DEVICE float4 tp_floats(uint2 v) {
+    const u16 at[4] = { (u16)v.x, (u16)(v.x >> 16), (u16)v.y, (u16)(v.y >> 16) };
+    if (TYPE == TP_BF16) return make_float4(tp_bf16(at[0]), tp_bf16(at[1]), tp_bf16(at[2]), tp_bf16(at[3]));
+    return make_float4(tp_f16(at[0]), tp_f16(at[1]), tp_f16(at[2]), tp_f16(at[3]));
+}
+
 template <int TYPE, int VEC> TP_DEVICE void tp_write(typename tp_out<TYPE>::type *p, const tp_values<VEC> &v) {
     typedef typename tp_out<TYPE>::type out;
     if constexpr (VEC == 4 && TYPE == TP_F32) {

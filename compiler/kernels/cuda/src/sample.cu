@@ -1,137 +1,114 @@
 /* sample: one token a row of logits. Greedy, or softmax restricted by top-k and top-p, with the CPU sampler's meaning.
  *
- * SPLITS blocks a row reduce CHUNK logits each: largest, its first index, sum of exponentials. The last of a row's
- * blocks to end combines them; where the temperature is not 0 it goes on to draw. A row without a finite maximum, or
- * with a NaN, gives -1. With ADVANCE the step's inputs become those of the next step. Grid: (SPLITS, rows).
- * scratch: 16 bytes a block; counters: i32 a row, zero before and after. Defines: VOCAB, SPLITS, THREADS, ADVANCE,
- * MASS_BITS (fixed-point bits of a weight: VOCAB of them fit 63). */
+ * The blocks of a cluster share a row (sample_row.cuh). Each finds its largest logit, the first index that has it and
+ * the sum of exponentials beside it; together these give the greedy token and the log probability's denominator. Where
+ * the temperature is not 0 they go on to draw. A row without a finite maximum, or with a NaN, gives -1. With ADVANCE
+ * the step's inputs become those of the next step. Grid: (CLUSTER, rows). Defines: ADVANCE, and sample_row.cuh's. */
 #include "sample_row.cuh"
 
-#define CHUNK (4 * THREADS)
-#define INFINITE_KEY 0xff800000u /* of +infinity; NaN is taken as larger */
-#define NOTHING_KEY 0x007fffffu  /* of -infinity */
+#if RANKS > 1
+#define TP_CLUSTER(n) __cluster_dims__(n, 1, 1)
+#else
+#define TP_CLUSTER(n)
+#endif
 
-struct part {
-    u32 key; /* of the largest logit, without a sign of zero */
-    u32 index;
-    float sum; /* of exp(logit - largest) */
-    u32 unused;
-};
+TP_DEVICE bool is_finite(u32 key) { return key > NOTHING_KEY && key < INFINITE_KEY; }
 
-TP_DEVICE u32 order_of(float x) { return x != x ? 0xffffffffu : key_of(x + 0.0f); }
-
-/* The largest key of a block and the lowest index that has it. */
-TP_DEVICE part block_largest(workspace &w, u32 key, u32 index) {
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    u32 *keys = w.low, *indices = w.high;
-    u32 most = __reduce_max_sync(TP_ALL, key);
-    index = __reduce_min_sync(TP_ALL, key == most ? index : 0xffffffffu);
-    if (lane == 0) keys[warp] = most, indices[warp] = index;
-    __syncthreads();
-    key = lane < WARPS ? keys[lane] : 0u;
-    most = __reduce_max_sync(TP_ALL, key);
-    index = __reduce_min_sync(TP_ALL, lane < WARPS && key == most ? indices[lane] : 0xffffffffu);
-    return {most, index, 0.0f, 0u};
-}
-
-TP_DEVICE float block_sum(workspace &w, float value) {
-    const int lane = (int)threadIdx.x % 32;
-    float *sums = (float *)w.list;
-    value = tp_warp_sum(value);
-    if (lane == 0) sums[threadIdx.x / 32] = value;
-    __syncthreads();
-    return tp_warp_sum(lane < WARPS ? sums[lane] : 0.0f);
-}
-
-/* The largest of a block's chunk of a row, and the sum of exponentials beside it. */
-TP_DEVICE part reduce_chunk(workspace &w, const float *logits) {
-    float x[4];
-    u32 key = 0, index = 0xffffffffu;
-    const int start = (int)blockIdx.x * CHUNK;
-    TP_UNROLL for (int i = 0; i < 4; i++) {
-        const int at = start + i * THREADS + (int)threadIdx.x;
-        x[i] = at < VOCAB ? __ldcg(logits + at) : -__uint_as_float(0x7f800000u);
-    }
-    TP_UNROLL for (int i = 0; i < 4; i++) {
-        const int at = start + i * THREADS + (int)threadIdx.x;
-        const u32 own = order_of(x[i]);
-        if (at < VOCAB && own > key) key = own, index = (u32)at;
-    }
-    part out = block_largest(w, key, index);
-    if (out.key <= NOTHING_KEY || out.key >= INFINITE_KEY) return out;
-    const float most = logit_of(out.key);
+/* The slice from device memory to shared memory, its largest logit, and the sum of exponentials beside it. */
+TP_DEVICE part load_slice(workspace &w, const slice &s) {
+    float top = -INFINITE;
+    int index = VOCAB;
+    bool has_nan = false;
+    auto take = [&](float x, int at) {
+        has_nan |= x != x;
+        if (x > top) top = x, index = at;
+    };
+    for_quads<LOADS>(
+        s, [&](int at) { return load_quad(s.row, s.first + at); },
+        [&](const float4 &x, int at, bool valid) {
+            if (valid && (HELD >= SLICE || at < HELD)) *(float4 *)(s.held + at) = x;
+            const int first = s.first + at;
+            take(x.x, first), take(x.y, first + 1), take(x.z, first + 2), take(x.w, first + 3);
+        });
+    part out = block_largest(w, has_nan ? 0xffffffffu : key_of(top + 0.0f), (u32)index);
+    if (!is_finite(out.key)) return out;
+    top = logit_of(out.key);
     float sum = 0;
-    TP_UNROLL for (int i = 0; i < 4; i++) sum += exp_as_cpu(x[i] - most);
+    for_all(s, [&](float x, int) { sum += tp_exp2((x - top) * LOG2E); });
     out.sum = block_sum(w, sum);
     return out;
 }
 
-/* The parts of a row in one, in every thread. */
-TP_DEVICE part combine(workspace &w, const part *parts) {
-    part own = {0u, 0xffffffffu, 0.0f, 0u};
-    if ((int)threadIdx.x < SPLITS) {
-        const uint4 bits = __ldcg((const uint4 *)(parts + threadIdx.x));
-        own = {bits.x, bits.y, __uint_as_float(bits.z), 0u};
+/* The parts of all blocks in one. */
+TP_DEVICE part combine(const workspace &w) {
+    part out = w.parts[0];
+    TP_UNROLL for (int r = 1; r < RANKS; r++)
+        if (w.parts[r].key > out.key) out = w.parts[r];
+    if (!is_finite(out.key)) return out;
+    const float top = logit_of(out.key);
+    out.sum = 0;
+    TP_UNROLL for (int r = 0; r < RANKS; r++) {
+        const part own = w.parts[r];
+        if (own.key > NOTHING_KEY) out.sum += own.sum * tp_exp2((logit_of(own.key) - top) * LOG2E);
     }
-    part out = block_largest(w, own.key, own.index);
-    const bool counts = own.sum > 0 && out.key < INFINITE_KEY;
-    out.sum = block_sum(w, counts ? own.sum * exp_as_cpu(logit_of(own.key) - logit_of(out.key)) : 0.0f);
     return out;
 }
 
-/* A token drawn from a row whose largest finite logit is `max`. */
-TP_DEVICE int draw(workspace &w, const float *logits, float max, float temperature, float top_p, int top_k,
-                   double chance) {
-    const float inverse = temperature > 1e-30f ? __fdiv_rn(1.0f, temperature) : 1e30f;
-    const distribution d = {logits, max, inverse, fmaxf(inverse, 1.0f) * (BINS / 88.0f), (float)(1ull << MASS_BITS)};
-    kept set = {0u, -1};
-    if (top_k > 0 && top_k < VOCAB) set = select_top(d, w, set, false, (u64)top_k, 0.0);
-    if (top_p < 1) set = select_top(d, w, set, true, 0, fmax((double)top_p, 0.0));
-    return locate(d, w, chance, true, [&](float x, int index) {
+/* A token drawn from a row whose largest logit is `max`, in the block that holds it; elsewhere -1. */
+TP_DEVICE int draw(workspace &w, const slice &s, float max, float temperature, float top_p, int top_k, double chance) {
+    /* never 0, so that tokens of -infinity weigh nothing at any temperature */
+    const float inverse = temperature > 1e-30f ? fmaxf(__fdiv_rn(1.0f, temperature), 1e-38f) : 1e30f;
+    const distribution d = {max, inverse};
+    kept set = {NOTHING_KEY, VOCAB - 1};
+    if (top_k > 0 && top_k < VOCAB) set = select_top<false>(w, s, d, set, (u64)top_k, -1.0);
+    if (top_p < 1) set = select_top<true>(w, s, d, set, 0, fmax((double)top_p, 0.0));
+    return locate(w, s, chance, true, [&](float x, int index) {
         return is_kept(set, key_of(x), index) ? (double)weight_of(d, x) : 0.0;
     });
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void TP_CLUSTER(RANKS) __launch_bounds__(THREADS, 2)
     TP_KERNEL(const float *__restrict__ logits, const float *__restrict__ temperature, const float *__restrict__ top_p,
               const i32 *__restrict__ top_k, const u64 *__restrict__ seed, u64 *sample_position,
               const i32 *__restrict__ counts, i32 *__restrict__ sampled, float *__restrict__ logprob,
-              i32 *__restrict__ tokens, i32 *__restrict__ positions, part *scratch, i32 *counters) {
-    __shared__ workspace w;
-    __shared__ int is_last;
+              i32 *__restrict__ tokens, i32 *__restrict__ positions) {
+    TP_SHARED(memory);
+    workspace &w = *(workspace *)memory;
     const int row = (int)blockIdx.y;
     tp_launch_dependents();
-    const bool live = row < counts[2];
+    if (row >= counts[2] || (int)blockIdx.x >= RANKS) {
+        tp_wait();
+        return;
+    }
+    cluster_enter();
+    const float warmth = temperature[row], p = top_p[row];
+    const int k = top_k[row];
+    const u64 stream = seed[row];
     tp_wait();
-    if (!live) return;
-    logits += (i64)row * VOCAB;
-    part *parts = scratch + (i64)row * SPLITS;
-    const part own = reduce_chunk(w, logits);
-    if (threadIdx.x == 0) {
-        *(uint4 *)(parts + blockIdx.x) = make_uint4(own.key, own.index, __float_as_uint(own.sum), 0u);
-        __threadfence();
-        is_last = atomicAdd(&counters[row], 1) == SPLITS - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    if (!is_last) return;
-    const part all = combine(w, parts);
-    int token = (int)all.index;
+    const u64 position = __ldcg(sample_position + row);
+    const slice s = slice_of(logits + (i64)row * VOCAB, (float *)(memory + WORKSPACE));
+    const part own = load_slice(w, s);
+    cluster_wait();
+    tell_all(&w.parts[block_rank()], own);
+    sync_cluster();
+
+    const part all = combine(w);
     const float max = logit_of(all.key);
-    const bool good = all.key > NOTHING_KEY && all.key < INFINITE_KEY;
-    if (!good) {
-        token = -1;
-    } else if (temperature[row] > 0) {
-        const double chance = uniform(seed[row], sample_position[row]);
-        token = draw(w, logits, max, temperature[row], top_p[row], top_k[row], chance);
+    const bool good = is_finite(all.key);
+    int token = good ? (int)all.index : -1;
+    float logit = max;
+    bool writes = block_rank() == 0;
+    if (good && warmth > 0) {
+        token = draw(w, s, max, warmth, p, k, uniform(stream, position));
+        writes = token >= 0;
+        if (writes) logit = logit_at(s, token - s.first);
     }
-    if (threadIdx.x != 0) return;
-    counters[row] = 0;
+    if (!writes || threadIdx.x != 0) return;
     sampled[row] = token;
-    logprob[row] = good ? (float)((double)__ldcg(logits + token) - (double)max - (double)logf(all.sum)) : 0.0f;
+    logprob[row] = good ? (float)((double)logit - (double)max - (double)logf(all.sum)) : 0.0f;
 #if ADVANCE
     tokens[row] = token;
     positions[row] += 1;
-    sample_position[row] += 1;
+    sample_position[row] = position + 1;
 #endif
 }

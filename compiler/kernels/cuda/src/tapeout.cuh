@@ -16,12 +16,14 @@ typedef unsigned long long u64;
 
 #ifdef TP_HOST
 #define TP_DEVICE static inline
+#define TP_DEVICE_MEMBER inline
 #define TP_ENTRY static
 #define TP_SHARED(name) u8 *name = (u8 *)tp_host_dynamic_shared()
 #define TP_BOUNDS(...)
 #define TP_ARCH 0
 #else
 #define TP_DEVICE static __device__ __forceinline__
+#define TP_DEVICE_MEMBER __device__ __forceinline__
 #define TP_ENTRY extern "C" __global__ /* TP_ENTRY void TP_BOUNDS(threads) TP_KERNEL(...) */
 #define TP_SHARED(name) extern __shared__ __align__(128) u8 name[]
 #define TP_BOUNDS(...) __launch_bounds__(__VA_ARGS__)
@@ -87,6 +89,14 @@ TP_DEVICE u16 tp_to_bf16(float value) {
 #endif
 }
 
+/* The value, of which the compiler knows nothing: what is computed from it stays behind this place. */
+TP_DEVICE int tp_opaque(int value) {
+#ifndef TP_HOST
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 /* Four products of signed bytes, added to c. */
 TP_DEVICE i32 tp_dp4a(u32 a, u32 b, i32 c) { return __dp4a((i32)a, (i32)b, c); }
 
@@ -115,6 +125,17 @@ TP_DEVICE float4 tp_load4(const float *p) {
 #endif
 }
 
+/* 8 bytes. */
+TP_DEVICE uint2 tp_load_pair(const void *p) {
+#ifdef TP_HOST
+    return *(const uint2 *)p;
+#else
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+#endif
+}
+
 TP_DEVICE float tp_load(const float *p) {
 #ifdef TP_HOST
     return *p;
@@ -134,6 +155,29 @@ TP_DEVICE void tp_copy16(void *shared, const void *global) {
 #else
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                  :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+#endif
+}
+
+/* 1 / value to 1 ulp, for a normal number. */
+TP_DEVICE float tp_reciprocal(float value) {
+#ifdef TP_HOST
+    return 1.0f / value;
+#else
+    float out;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(value));
+    return out;
+#endif
+}
+
+/* Four integers as signed bytes, the first lowest. */
+TP_DEVICE u32 tp_pack4(i32 a, i32 b, i32 c, i32 d) {
+#ifdef TP_HOST
+    return (u32)(a & 255) | (u32)(b & 255) << 8 | (u32)(c & 255) << 16 | (u32)d << 24;
+#else
+    u32 out;
+    asm("{\n .reg .b32 high;\n cvt.pack.sat.s8.s32.b32 high, %4, %3, 0;\n"
+        " cvt.pack.sat.s8.s32.b32 %0, %2, %1, high;\n}" : "=r"(out) : "r"(a), "r"(b), "r"(c), "r"(d));
+    return out;
 #endif
 }
 
