@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
@@ -114,6 +115,20 @@ class CudaDevice(Device):
     def capability(self) -> int:
         """Compute capability as two digits or three: 90 for sm_90."""
         return int(self.arch.removeprefix("sm_"))
+
+
+def one_an_architecture(devices: Sequence[CudaDevice]) -> list[CudaDevice]:
+    """The first device of each architecture: those that code is compiled for."""
+    found: dict[str, CudaDevice] = {}
+    for each in devices:
+        found.setdefault(each.arch, each)
+    return list(found.values())
+
+
+def least(devices: Sequence[CudaDevice]) -> CudaDevice:
+    """The first device with no more multiprocessors and shared memory than any of them has: what fits it fits all."""
+    fields = ("sm_count", "shared_per_sm", "shared_per_block")
+    return devices[0].model_copy(update={name: min(getattr(each, name) for each in devices) for name in fields})
 
 
 def profile_folder() -> Path:

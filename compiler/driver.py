@@ -11,7 +11,7 @@ from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.checkpoints.source import resolve_source
-from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device
+from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
 from tapeout.compiler.environment import Environment
@@ -121,7 +121,7 @@ def _kernel_files(
         used = [kernel.kernel for kernel in selected.kernels if isinstance(kernel, BuiltKernel)]
         return {
             f"kernels/{each.arch}/{name}.cubin": cubin.data
-            for each in (device, *further_devices(device, topology))
+            for each in one_an_architecture((device, *further_devices(device, topology)))
             for name, cubin in builder.build(used, each).items()
             if isinstance(cubin, Cubin)
         }

@@ -84,7 +84,9 @@ def _kernels(device: Device, selected: SelectedModel) -> Json:
         return {"targets": list(device.targets), "table": table}
     built = [kernel for kernel in selected.kernels if isinstance(kernel, BuiltKernel)]
     versions = compiler_versions({kernel.kernel.language for kernel in built})
-    return {"targets": [arch for arch, _ in built[0].resources], "compilers": versions, "table": table}
+    targets = [arch for arch, _ in built[0].resources]
+    needed = {"multiprocessors": selected.multiprocessors, "compilers": versions}
+    return {"targets": targets, **needed, "table": table}
 
 
 def _kernel(kernel: KernelEntry | BuiltKernel) -> Json:

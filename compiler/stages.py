@@ -290,7 +290,8 @@ class SelectedModel:
     """Kernels are chosen, and the closed set of launch lists is known.
 
     Prefill and decode lists work on all rows of a step, head lists on the rows whose logits are wanted. On a GPU
-    (``step`` is set) a decode list is a whole step with its head and its sampling, and a sample list follows a head.
+    (``step`` is set) a decode list is a whole step with its head and its sampling, and a sample list follows a head;
+    the lists need ``multiprocessors``, since blocks of a launch may wait for one another.
     """
 
     fused: FusedModel
@@ -303,6 +304,7 @@ class SelectedModel:
     kv_token_bytes: int
     decisions: tuple[Decision, ...]
     step: StepLayout | None = None
+    multiprocessors: int = 0
 
     def check(self) -> None:
         """Launches use known kernels, weights and buffers, and read only what was written."""
@@ -310,7 +312,7 @@ class SelectedModel:
         places = {weight.name for weight in self.weights} | {buffer.name for buffer in self.buffers}
         kept = {buffer.name for buffer in self.buffers if buffer.pinned}
         for program in self.programs:
-            written = set(kept) if program.phase in ("head", "sample") else kept & {STEP, COUNTERS}
+            written = set(kept) if program.phase in ("head", "sample") else kept & {STEP, PARTIAL}
             for launch in program.launches:
                 assert {name for name, _ in launch.args} == known[launch.kernel], f"{launch.op}: {launch.kernel}"
                 for _, arg in launch.args:
@@ -323,7 +325,7 @@ class SelectedModel:
 
 
 STEP = "step"
-COUNTERS = "counters"
+PARTIAL = "partial"
 
 
 def kernel_name(kernel: KernelEntry | BuiltKernel) -> str:

@@ -23,14 +23,13 @@ def select_kernels(
 
 
 def further_devices(device: Device, topology: Topology) -> tuple[CudaDevice, ...]:
-    """The other devices that ``topology.also`` names, one an architecture. Raises TapeoutError for a CPU."""
-    found: dict[str, CudaDevice] = {}
+    """The other devices that ``topology.also`` names. Raises TapeoutError for a CPU."""
+    found: list[CudaDevice] = []
     for name in topology.also:
         other = load_device(name)
         if not isinstance(device, CudaDevice) or not isinstance(other, CudaDevice):
             raise TapeoutError(
                 f"topology.also names {name}, but only GPUs share an artifact, and topology.device is {device.name}"
             )
-        if other.arch != device.arch:
-            found.setdefault(other.arch, other)
-    return tuple(found.values())
+        found.append(other)
+    return tuple(found)

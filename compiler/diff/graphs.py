@@ -39,6 +39,9 @@ def compare_kernels(before: Plan, after: Plan) -> list[Change]:
     changes: list[Change] = []
     if old["targets"] != new["targets"]:
         changes.append(Change("kernels", "targets", ", ".join(old["targets"]), ", ".join(new["targets"])))
+    needed, needs = (str(kernels.get("multiprocessors", "none")) for kernels in (old, new))
+    if needed != needs:
+        changes.append(Change("kernels", "multiprocessors", needed, needs))
     changes += _tables(*({kernel["name"]: kernel for kernel in kernels["table"]} for kernels in (old, new)))
     return changes + _merged("kernels", _common(before, after), _kernel_pairs)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from tapeout.compiler.devices import CudaDevice
+from tapeout.compiler.devices import CudaDevice, least, one_an_architecture
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels.cuda import attention, gemv, linear, small
@@ -20,7 +20,7 @@ from tapeout.compiler.lowering.buckets import HEAD_ROWS, cuda_buckets
 from tapeout.compiler.lowering.choice import Choices, KernelBuilder, Pending
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
-    COUNTERS,
+    PARTIAL,
     STEP,
     Arg,
     Buffer,
@@ -41,18 +41,19 @@ GEMV_ROWS = (1, 2, 4)
 
 
 def lower_cuda(
-    fused: FusedModel, devices: Sequence[CudaDevice], serving: Serving, builder: KernelBuilder
+    fused: FusedModel, named: Sequence[CudaDevice], serving: Serving, builder: KernelBuilder
 ) -> SelectedModel:
     """Lower the program for every bucket, compile what could serve, and keep what suits the first device best.
 
-    Every kernel fits all of ``devices``. Raises TapeoutError for what no GPU kernel serves, and when every candidate of
-    a problem exceeds a device.
+    Every kernel fits all devices that are ``named``. Raises TapeoutError for what no GPU kernel serves, and when every
+    candidate of a problem exceeds a device.
     """
+    device, devices = least(named), one_an_architecture(named)
     if serving.kv_dtype != "f16":
         raise TapeoutError(f"serving.kv_dtype is {serving.kv_dtype}, but the GPU kernels cache f16; set it to f16")
     context = serving.context_for(fused.quantized.logical.max_context)
     buckets = cuda_buckets(serving, context)
-    shared = _Shared(fused, devices[0], serving, context, _step_layout(buckets, serving, context))
+    shared = _Shared(fused, device, serving, context, _step_layout(buckets, serving, context))
     drafts = [_lower_bucket(shared, phase, rows) for phase, rows in buckets]
     drafts.append(_sample_after_head(shared))
     choices = Choices.make([p for draft in drafts for p in draft.launches], devices, builder)
@@ -72,6 +73,7 @@ def lower_cuda(
         kv_token_bytes=sizes.pop(),
         decisions=merge_decisions(choices.decisions),
         step=shared.step,
+        multiprocessors=device.sm_count,
     )
 
 
@@ -100,13 +102,13 @@ class _Shared:
 
     def __post_init__(self) -> None:
         self.buffers[STEP] = Buffer(STEP, self.step.nbytes, "scratch", pinned=True, max_rows=1)
-        self.buffers[COUNTERS] = Buffer(COUNTERS, 0, "scratch", pinned=True, max_rows=1)
+        self.buffers[PARTIAL] = Buffer(PARTIAL, 0, "scratch", pinned=True, max_rows=1)
 
-    def counters(self, nbytes: int) -> Span:
-        """Counters are zero between launches, so all kernels share them."""
-        held = self.buffers[COUNTERS]
-        self.buffers[COUNTERS] = replace(held, per_row=max(held.per_row, nbytes))
-        return Span(COUNTERS)
+    def partial(self, nbytes: int) -> Span:
+        """Parts of attention's results; they are zero between launches, so all layers and lists share their place."""
+        held = self.buffers[PARTIAL]
+        self.buffers[PARTIAL] = replace(held, per_row=max(held.per_row, nbytes))
+        return Span(PARTIAL)
 
 
 def _step_layout(buckets: Sequence[tuple[str, int]], serving: Serving, context: int) -> StepLayout:
@@ -180,11 +182,6 @@ class _BucketLowering(Lowering):
         key = name if kind == "f32" else f"{name}.{kind}"
         self.buffers.setdefault(key, Buffer(key, FLOAT_BYTES[kind] * columns, kind, columns, pinned, max_rows))
         return Span(key)
-
-    def scratch(self, name: str, nbytes: int) -> Span:
-        """Bytes that live within their launch, however many rows there are."""
-        self.buffers[name] = Buffer(name, nbytes, "scratch", max_rows=1)
-        return Span(name)
 
     def emit(
         self,
@@ -373,7 +370,7 @@ class _BucketLowering(Lowering):
             self.emit(op.name, found, {**paged, "q": q, "out": y}, (q,), (y,), produces, "out")
             return
         found = attention.decode(shape, self.rows, self.device, context, kind)
-        partial = self.shared.counters(attention.partial_bytes(shape, self.rows, self.device))
+        partial = self.shared.partial(attention.partial_bytes(shape, self.rows, self.device))
         args = {**rotated, **paged, "out": y, "partial": partial}
         self.emit(op.name, found, args, (taken.qkv, partial), (y, partial), produces, "out")
 

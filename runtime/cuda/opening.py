@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tapeout.runtime.backend import Opened
 from tapeout.runtime.cuda.backend import CudaBackend
@@ -33,6 +33,7 @@ def open_cuda(
         raise
     driver, architecture = opening.result()
     try:
+        _check_multiprocessors(driver, plan)
         driver.open()
         backend = CudaBackend(driver, manifest, plan, architecture, threads, graphs)
     except BaseException:
@@ -63,6 +64,16 @@ def _open_device(folder: Path, architectures: Sequence[str], target: str | None,
         driver.close()
         raise
     return driver, chosen
+
+
+def _check_multiprocessors(driver: Driver, plan: Mapping[str, Any]) -> None:
+    """Blocks of a launch may wait for one another, so there must be room for as many as the plan counts on."""
+    needed = plan["kernels"].get("multiprocessors", 0)
+    if driver.multiprocessors < needed:
+        raise TapeoutError(
+            f"the artifact was planned for a GPU of {needed} multiprocessors, but GPU {driver.ordinal} ({driver.name}) "
+            f"has {driver.multiprocessors}; compile it for this GPU, or choose another with device"
+        )
 
 
 class _Background(Generic[T]):

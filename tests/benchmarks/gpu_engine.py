@@ -17,7 +17,7 @@ from tapeout.runtime.backend import Rectangle
 
 Floats = npt.NDArray[np.float32]
 
-KEPT = ("step", "counters")  # buffers that live from one step to the next
+KEPT = ("step", "partial")  # buffers that live from one step to the next
 
 
 def open_model(folder: Path, *, graphs: bool = True) -> Any:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import io
 import json
 import math
 import os
 import sys
+import tarfile
 import tempfile
-import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = ROOT / "build" / "gpu" / "gemv" / "gemv.zip"
+BUILT = ROOT / "build" / "gpu" / "gemv" / "gemv.tar.xz"
 ARCH = "sm_90"
-DEVICE = SimpleNamespace(sm_count=132, shared_per_block=232_448)
 READS = 4.49e12
 SHAPES_8B = ((4096, 4096, 1, 0), (6144, 4096, 0, 1), (14336, 4096, 2, 1), (4096, 14336, 1, 0), (128256, 4096, 0, 1))
 SHAPES_1B = ((2048, 2048, 1, 0), (3072, 2048, 0, 1), (8192, 2048, 2, 1), (2048, 8192, 1, 0), (128256, 2048, 0, 1))
@@ -40,7 +40,7 @@ def _tapeout() -> None:
     except ImportError:
         folder = Path(tempfile.mkdtemp()) / "tapeout"
         folder.mkdir()
-        for name in ("compiler", "runtime", "passes"):
+        for name in ("compiler", "runtime", "passes", "specs"):
             (folder / name).symlink_to(ROOT / name)
         sys.path.insert(0, str(folder.parent))
     sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -49,69 +49,89 @@ def _tapeout() -> None:
 # ---- build ----
 
 
+def candidates(
+    format: str, n: int, k: int, m: int, epilogue: int, norm: int, tiles: Any = None, **more: Any
+) -> list[Any]:
+    """What ``gemv`` offers an H200 for a product of m rows, dense and without a bias unless ``more`` says otherwise.
+
+    As in a model, what is normalised on the way is f32, and what one product passes to the next is bf16.
+    """
+    from tapeout.compiler.devices import load_device
+    from tapeout.compiler.kernels.cuda import gemv
+
+    options = {"ldx": k, "ldy": n, "eps": 1e-5, "bias": False, "device": load_device("h200")}
+    options |= {"x": "f32" if norm else "bf16", "y": "bf16" if epilogue >= 2 else "f32"} | more
+    return gemv.candidates(format, n, k, m, epilogue=epilogue, norm=bool(norm), tiles=tiles, **options)
+
+
+class Builder:
+    """Kernels to compile by name, and an entry for each use of one."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.kernels: dict[str, Any] = {}
+
+    def add(self, candidate: Any, **facts: Any) -> None:
+        """A use of a kernel, and what the run has to know of it."""
+        kernel = candidate.kernel
+        self.kernels[kernel.name] = kernel
+        entry = {"name": kernel.name, "threads": kernel.threads, "shared": kernel.shared}
+        self.entries.append(entry | {"grid": candidate.grid[0], "bytes": candidate.nbytes, **facts})
+
+    def write(self, path: Path, **others: bytes) -> None:
+        """Compile all and write them, with ``others`` that are compiled already; prints spills."""
+        from tapeout.compiler.kernels.cuda import nvrtc
+
+        with ThreadPoolExecutor(2) as pool:
+            cubins = list(pool.map(lambda kernel: nvrtc.compile_cuda(kernel, ARCH), self.kernels.values()))
+        for name, cubin in zip(self.kernels, cubins, strict=True):
+            if cubin.resources.spill_bytes:
+                print("spills", name, cubin.resources.spill_bytes, "bytes")
+        found = {name: cubin.data for name, cubin in zip(self.kernels, cubins, strict=True)} | others
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(path, "w:xz") as out:
+            for name, data in {"meta.json": json.dumps(self.entries).encode(), **found}.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                out.addfile(member, io.BytesIO(data))
+        print(f"{len(found)} kernels, {path.stat().st_size / 1e6:.1f} MB")
+
+
 def build() -> None:
-    """Compile all kernels; prints registers and spills where there are any."""
+    """Compile all kernels."""
     _tapeout()
+    from tapeout.compiler.devices import load_device
     from tapeout.compiler.kernels.cuda import gemv, nvrtc
     from tapeout.compiler.kernels.cuda.base import GpuKernel, Param
 
-    entries: list[dict[str, Any]] = []
-    cubins: dict[str, bytes] = {}
+    builder, device = Builder(), load_device("h200")
 
-    def add(purpose: str, candidate: Any, **facts: Any) -> None:
-        kernel = candidate.kernel
-        if kernel.name not in cubins:
-            cubin = nvrtc.compile_cuda(kernel, ARCH)
-            cubins[kernel.name] = cubin.data
-            if cubin.resources.spill_bytes:
-                print("spills", kernel.name, cubin.resources)
-        shape = {
-            "threads": kernel.threads,
-            "shared": kernel.shared,
-            "grid": candidate.grid[0],
-            "bytes": candidate.nbytes,
-        }
-        entries.append({"purpose": purpose, "name": kernel.name, **shape, **facts})
-
-    def made(
-        format: str, n: int, k: int, m: int, epilogue: int, norm: int, tiles: Any = None, **more: Any
-    ) -> list[Any]:
-        options = {"ldx": k, "ldy": n, "eps": 1e-5, "bias": False, "terms": 1, "device": DEVICE} | more
-        return gemv.candidates(format, n, k, m, epilogue=epilogue, norm=bool(norm), tiles=tiles, **options)
+    def add(format: str, shape: tuple[int, ...], m: int = 1, tiles: Any = None) -> None:
+        facts = {"format": format, "n": shape[0], "k": shape[1], "epilogue": shape[2], "m": m, "default": not tiles}
+        for one in candidates(format, shape[0], shape[1], m, shape[2], shape[3], tiles)[: None if tiles else 1]:
+            whole = "+" * (one.kernel.shared > device.half_shared)
+            label = one.kernel.name.rsplit("_", 1)[1] + whole + "*" * (not tiles)
+            builder.add(one, purpose="time", label=label, **facts)
 
     for case in _cases():
-        options = {"ldx": case.k + case.pad, "ldy": case.n + case.pad, "bias": case.bias, "terms": case.terms}
+        options = {"ldx": case.k + case.pad, "ldy": case.n + case.pad, "bias": case.bias, "x": case.x, "y": case.y}
         tiles = [gemv.Tile(*case.tile)] if case.tile else None
-        found = made(case.format, case.n, case.k, case.m, case.epilogue, case.norm, tiles, **options)
-        add("check", found[0], case=vars(case))
+        found = candidates(case.format, case.n, case.k, case.m, case.epilogue, case.norm, tiles, **options)
+        builder.add(found[0], purpose="check", case=vars(case))
     for format, shapes in (("q4_0", SHAPES_8B), ("bf16", SHAPES_1B), ("bf16", SHAPES_8B[:4])):
-        for n, k, epilogue, norm in shapes:
-            rows = (1, 2) if epilogue >= 2 else (1, 2, 4)
-            grid = [(r, s, w, b) for r in rows for s in (1, 2) for w, b in ((8, 1), (16, 1), (8, 2))]
-            if k > 8192 and format == "bf16":
-                grid = [t for t in grid if t[3] == 1]
-            tiles = [gemv.Tile(*t) for t in grid] + [gemv.Tile(r, 2, 16, 1, 200_000) for r in rows]
-            for candidate in made(format, n, k, 1, epilogue, norm, tiles):
-                add("time", candidate, format=format, n=n, k=k, m=1, epilogue=epilogue, default=False)
-            for candidate in made(format, n, k, 1, epilogue, norm)[:1]:
-                add("time", candidate, format=format, n=n, k=k, m=1, epilogue=epilogue, default=True)
-    for format in OTHERS:
-        for n, k, epilogue, norm in (SHAPES_8B[0], *SHAPES_8B[2:4]):
-            for candidate in made(format, n, k, 1, epilogue, norm):
-                add("time", candidate, format=format, n=n, k=k, m=1, epilogue=epilogue, default=True)
-    for format in ("q4_0", "bf16"):
-        for m, terms in ((1, 2), (2, 1), (4, 1)):
-            for n, k, epilogue, norm in (SHAPES_8B[0], *SHAPES_8B[2:4]):
-                for candidate in made(format, n, k, m, epilogue, norm, terms=terms):
-                    add("time", candidate, format=format, n=n, k=k, m=m, epilogue=epilogue, default=True, terms=terms)
+        for shape in shapes:
+            tiles = [gemv.Tile(r, s, w) for r in (1, 2) for s in (1, 2) for w in (8, 16)]
+            tiles += [gemv.Tile(r, 1, 16, device.shared_per_block) for r in (1, 2)]
+            add(format, shape, tiles=tiles)
+            add(format, shape)
+    for shape in (SHAPES_8B[0], *SHAPES_8B[2:4]):
+        for format in OTHERS:
+            add(format, shape)
+        for format in ("q4_0", "bf16"):
+            for m in (2, 4):
+                add(format, shape, m)
     stand_in = GpuKernel("stand_in", "x", "cuda", "gpu_stand_in.cu", (Param("qkv"), Param("out")), (), 128)
-    cubins["stand_in"] = nvrtc.compile_cuda(stand_in, ARCH, Path(__file__).parent).data
-    BUILT.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(BUILT, "w", zipfile.ZIP_DEFLATED) as out:
-        out.writestr("meta.json", json.dumps(entries))
-        for name, data in cubins.items():
-            out.writestr(name, data)
-    print(f"{len(cubins)} kernels, {BUILT.stat().st_size / 1e6:.1f} MB")
+    builder.write(BUILT, stand_in=nvrtc.compile_cuda(stand_in, ARCH, Path(__file__).parent).data)
 
 
 def _cases() -> list[Any]:
@@ -122,8 +142,8 @@ def _cases() -> list[Any]:
     return [
         *(Case(f, 1500, 2816, m=1 + i % 2, norm=bool(i % 2), bias=bool(i % 3)) for i, f in enumerate(FORMATS)),
         *(Case(f, 700, 4096, m=4, epilogue=i % 4, norm=True, pad=4) for i, f in enumerate(FORMATS)),
-        *(Case(f, 1059, 768, epilogue=2, terms=1) for f in ("q4_0", "q6_k", "q8_0", "int4_g128_zp")),
-        Case("q4_0", 2048, 14336, epilogue=1),
+        *(Case(f, 1059, 768, epilogue=2, y="bf16") for f in ("q4_0", "q6_k", "q8_0", "int4_g128_zp")),
+        Case("q4_0", 2048, 14336, epilogue=1, x="bf16"),
         Case("bf16", 37, 576, m=4, epilogue=1),
         Case("bf16", 600, 14336, m=4),
         Case("f32", 1111, 1016, norm=True),
@@ -210,6 +230,17 @@ class Gpu:
         return sorted(times)[len(times) // 2]
 
 
+def load(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
+    """Load what a Builder wrote; returns its entries."""
+    with tarfile.open(path) as archive:
+        files = {member.name: archive.extractfile(member).read() for member in archive}  # pyright: ignore[reportOptionalMemberAccess]
+    entries = json.loads(files.pop("meta.json"))
+    shared = {entry["name"]: entry["shared"] for entry in entries}
+    for name, data in files.items():
+        gpu.load(name, data, shared.get(name, 0))
+    return entries
+
+
 def check(gpu: Gpu, entries: list[dict[str, Any]]) -> None:
     """Every case against float64."""
     from gemv_cases import Case, arrays_of, error
@@ -233,14 +264,19 @@ def check(gpu: Gpu, entries: list[dict[str, Any]]) -> None:
         sys.exit("WRONG: " + "; ".join(bad))
 
 
+def random_words(count: int, seed: int = 0) -> Any:
+    """16-bit words that are finite and small as f16 and as bf16, and pairs of them as f32."""
+    return np.random.default_rng(seed).integers(0, 1 << 16, count, np.uint16) & 0xBFFF
+
+
 class Weights:
-    """A large buffer of random bytes whose 16-bit words are finite and small as f16 and as bf16."""
+    """A large buffer of random words."""
 
     def __init__(self, gpu: Gpu, nbytes: int) -> None:
         self.size = nbytes
         self.base = gpu.alloc(nbytes)
         self.at = 0
-        piece = np.random.default_rng(0).integers(0, 1 << 16, 1 << 25, np.uint16) & 0xBFFF
+        piece = random_words(1 << 25)
         gpu.call("cuMemcpyHtoD", self.base, piece.ctypes.data, piece.nbytes)
         done = piece.nbytes
         while done < nbytes:
@@ -257,39 +293,56 @@ class Weights:
         return self.base + self.at - nbytes
 
 
-def time_all(gpu: Gpu, entries: list[dict[str, Any]], weights: Weights, buffers: list[int]) -> list[dict[str, Any]]:
-    """Seconds a launch of every kernel, plain and with dependent launch; results behind one another."""
+def seconds(
+    gpu: Gpu,
+    entry: dict[str, Any],
+    weights: Weights,
+    buffers: list[int],
+    count: int,
+    pdl: bool = True,
+    repeats: int = 7,
+) -> float:
+    """Seconds a launch, of ``count`` behind one another, each with other weights."""
     x, norm, y = buffers[:3]
+
+    def record() -> None:
+        for _ in range(count):
+            gpu.launch(entry, [x, norm, weights.take(entry["bytes"]), 0, y], pdl)
+
+    return gpu.graph_time(record, repeats) / count
+
+
+def time_all(gpu: Gpu, entries: list[dict[str, Any]], weights: Weights, buffers: list[int]) -> None:
+    """Put seconds a launch into every entry, plain and with dependent launch."""
     for entry in entries:
         count = max(4, int(5e8 // entry["bytes"]))
         for key, pdl in (("plain", False), ("pdl", True)):
-
-            def record(entry: dict[str, Any] = entry, pdl: bool = pdl, count: int = count) -> None:
-                for _ in range(count):
-                    gpu.launch(entry, [x, norm, weights.take(entry["bytes"]), 0, y], pdl)
-
-            entry[key] = gpu.graph_time(record) / count
-    return entries
+            entry[key] = seconds(gpu, entry, weights, buffers, count, pdl)
 
 
-def report(entries: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Print the best and the default configuration of each shape; returns the best by shape."""
-    shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+Key = tuple[str, int, int, int]
+"""Format, N, K and M."""
+
+
+def by_shape(entries: list[dict[str, Any]]) -> dict[Key, list[dict[str, Any]]]:
+    """The entries of each problem, the fastest first."""
+    groups: dict[Key, list[dict[str, Any]]] = {}
     for entry in entries:
-        key = (entry["format"], entry["n"], entry["k"], entry["m"], entry.get("terms", 1))
-        shapes.setdefault(key, []).append(entry)
-    best: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for key, group in shapes.items():
-        group.sort(key=lambda e: e["pdl"])
-        best[key] = group[0]
-        show = group[:2] + [e for e in group[2:] if e["default"]]
-        text = "  ".join(
-            f"{e['name'].rsplit('_', 1)[1]}{'*' if e['default'] else ''} {e['plain'] * 1e6:.2f} {e['pdl'] * 1e6:.2f}"
-            f" {e['bytes'] / e['pdl'] / READS:.0%}"
-            for e in show
-        )
-        print(f"{key[0]:9s} {key[1]:6d}x{key[2]:<5d} m{key[3]} t{key[4]} {group[0]['bytes'] / 1e6:5.0f} MB | {text}")
-    return best
+        groups.setdefault((entry["format"], entry["n"], entry["k"], entry["m"]), []).append(entry)
+    return {key: sorted(group, key=lambda e: e["pdl"]) for key, group in groups.items()}
+
+
+def report(key: Key, entries: list[dict[str, Any]]) -> None:
+    """Print a line: of each tile the us a launch (plain, if it was timed, and dependent) and its part of the reads.
+
+    A tile with * is the compiler's choice, one with + takes more than half of a multiprocessor's shared memory.
+    """
+    format, n, k, m = key
+    tiles: list[str] = []
+    for entry in entries:
+        times = " ".join(f"{entry[mode] * 1e6:.2f}" for mode in ("plain", "pdl") if mode in entry)
+        tiles.append(f"{entry['label']} {times} {entry['bytes'] / entry['pdl'] / READS:.0%}")
+    print(f"{format:12s} {n:6d}x{k:<5d} m{m} {entries[0]['bytes'] / 1e6:5.0f} MB | {'  '.join(tiles)}")
 
 
 def chain(
@@ -327,22 +380,18 @@ def main() -> None:
         return build()
     _tapeout()
     gpu = Gpu()
-    with zipfile.ZipFile(BUILT) as archive:
-        entries = json.loads(archive.read("meta.json"))
-        shared = {entry["name"]: entry["shared"] for entry in entries}
-        for name in archive.namelist():
-            if name != "meta.json":
-                gpu.load(name, archive.read(name), shared.get(name, 0))
+    entries = load(gpu, BUILT)
     check(gpu, [e for e in entries if e["purpose"] == "check"])
     weights = Weights(gpu, 5_000_000_000)
-    buffers = [gpu.upload(np.random.default_rng(i).standard_normal(1 << 18).astype(np.float32)) for i in range(6)]
-    timed = time_all(gpu, [e for e in entries if e["purpose"] == "time"], weights, buffers)
-    best = report(timed)
-    defaults = {
-        (e["format"], e["n"], e["k"]): e for e in timed if e["default"] and e["m"] == 1 and e.get("terms", 1) == 1
-    }
+    buffers = [gpu.upload(random_words(1 << 19, seed)) for seed in range(6)]
+    timed = [e for e in entries if e["purpose"] == "time"]
+    time_all(gpu, timed, weights, buffers)
+    groups = by_shape(timed)
+    for key, found in groups.items():
+        report(key, found[:2] + [e for e in found[2:] if e["default"]])
+    defaults = {(e["format"], e["n"], e["k"]): e for e in timed if e["default"] and e["m"] == 1}
     for title, format, shapes, layers in (("8B q4_0", "q4_0", SHAPES_8B, 32), ("1B bf16", "bf16", SHAPES_1B, 16)):
-        fastest = [best[format, n, k, 1, 1] for n, k, _, _ in shapes]
+        fastest = [groups[format, n, k, 1][0] for n, k, _, _ in shapes]
         chain(gpu, f"{title} best   ", fastest, layers, weights, buffers)
         chain(gpu, f"{title} default", [defaults[format, n, k] for n, k, _, _ in shapes], layers, weights, buffers)
     if "OUT" in os.environ:

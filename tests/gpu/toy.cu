@@ -77,8 +77,8 @@ extern "C" __global__ void tp_head_body(const u16 *x, const int *w, float *y, co
 }
 
 static __device__ void sample(const float *logits, const float *temperature, const u64 *seed,
-                              const u64 *sample_position, int *sampled, int *counters, const int *counts) {
-    if (*counters) asm volatile("trap;");
+                              const u64 *sample_position, int *sampled, int *partial, const int *counts) {
+    if (*partial) asm volatile("trap;");
     for (int row = 0; row < counts[2]; row++) {
         int best = 0;
         for (int token = 0; token < VOCAB; token++) {
@@ -92,15 +92,15 @@ static __device__ void sample(const float *logits, const float *temperature, con
 }
 
 extern "C" __global__ void tp_sample(const float *logits, const float *temperature, const u64 *seed,
-                                     const u64 *sample_position, int *sampled, int *counters, const int *counts) {
-    if (alone()) sample(logits, temperature, seed, sample_position, sampled, counters, counts);
+                                     const u64 *sample_position, int *sampled, int *partial, const int *counts) {
+    if (alone()) sample(logits, temperature, seed, sample_position, sampled, partial, counts);
 }
 
 extern "C" __global__ void tp_sample_advance(const float *logits, const float *temperature, const u64 *seed,
-                                             u64 *sample_position, int *sampled, int *counters, const int *counts,
+                                             u64 *sample_position, int *sampled, int *partial, const int *counts,
                                              int *tokens, int *positions) {
     if (!alone()) return;
-    sample(logits, temperature, seed, sample_position, sampled, counters, counts);
+    sample(logits, temperature, seed, sample_position, sampled, partial, counts);
     for (int row = 0; row < counts[0]; row++) {
         tokens[row] = sampled[row];
         positions[row]++;

@@ -70,6 +70,7 @@ class FakeCuda:
     kernels: dict[str, Kernel] = field(default_factory=dict)
     capability: tuple[int, int] = (9, 0)
     devices: int = 1
+    multiprocessors: int = 132
     memory: int = 1 << 30
     context_bytes: int = 300 << 20
     fail: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -88,7 +89,9 @@ class FakeCuda:
         self._current = threading.local()
         self._capturing: tuple[Handle, int] | None = None
         self.CUdevice_attribute = SimpleNamespace(
-            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1,
+            CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=2,
         )
         self.CUfunction_attribute = SimpleNamespace(
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=9
@@ -175,7 +178,7 @@ class FakeCuda:
         return 0, b"Fake GPU".ljust(length, b"\0")
 
     def cuDeviceGetAttribute(self, which: int, device: int) -> tuple[int, int]:
-        return 0, self.capability[which]
+        return 0, (*self.capability, self.multiprocessors)[which]
 
     def cuGetErrorName(self, code: int) -> tuple[int, bytes]:
         return 0, ERRORS[code][0].encode()

@@ -360,6 +360,20 @@ def test_too_little_memory(artifact: Path, gpu: FakeCuda) -> None:
     assert gpu.calls["cuMemAlloc"] == gpu.calls["cuMemcpyHtoDAsync"] == 0
 
 
+def test_too_few_multiprocessors(tmp_path: Path, gpu: FakeCuda) -> None:
+    """As on a MIG slice of a GPU of the right architecture."""
+    artifact = tiny_gpu.write_artifact(tmp_path, change=lambda plan: plan["kernels"].update(multiprocessors=132))
+    gpu.multiprocessors = 60
+    assert refused(artifact, gpu) == (
+        "the artifact was planned for a GPU of 132 multiprocessors, but GPU 0 (Fake GPU) has 60; "
+        "compile it for this GPU, or choose another with device"
+    )
+    assert gpu.calls["cuMemAlloc"] == gpu.calls["cuMemcpyHtoDAsync"] == 0
+    gpu.multiprocessors = 132
+    with load(artifact) as model:
+        assert generated(model, PROMPT, 3) == continuation(PROMPT, 3)
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1

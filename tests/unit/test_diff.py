@@ -37,6 +37,11 @@ def launches(plan: Plan, part: str) -> Iterator[Plan]:
     return (launch for graph in plan["graphs"] for launch in graph["launches"] if part in launch["op"])
 
 
+def test_multiprocessors(before: Plan, after: Plan) -> None:
+    before["kernels"]["multiprocessors"], after["kernels"]["multiprocessors"] = 188, 132
+    assert text(before, after) == "kernels\n  multiprocessors  188 → 132"
+
+
 def test_equal_plans_print_nothing(before: Plan, after: Plan) -> None:
     assert compare(before, after) == []
     assert render([]) == ""

@@ -13,7 +13,8 @@ from tiny import compile_tiny
 from tapeout.compiler.capture import check_capture
 from tapeout.compiler.devices import load_device
 from tapeout.compiler.pipeline import Results
-from tapeout.compiler.spec import Quantization, Rule, Serving, Topology
+from tapeout.compiler.plan import build_plan
+from tapeout.compiler.spec import Model, Quantization, Rule, Serving, Spec, Topology
 from tapeout.compiler.stages import GraphPlan, Launch, MemoryPlan, SelectedModel
 from tapeout.runtime import TapeoutError
 
@@ -82,6 +83,23 @@ def test_every_device_of_an_artifact_gets_its_cubins() -> None:
     assert builder.asked.keys() == {"sm_90", "sm_120"}
     kernels: Any = results.get(SelectedModel).kernels
     assert all([arch for arch, _ in kernel.resources] == ["sm_90", "sm_120"] for kernel in kernels)
+
+
+def test_lists_for_several_devices_fit_the_least_of_them() -> None:
+    """Also where two have one architecture, of which one is compiled for."""
+    topology = Topology(device="rtx-pro-6000", also=("h200", "rtx-5090"))
+    device = load_device("rtx-pro-6000")
+    results = compile_tiny(device=device, builder=FakeBuilder(), topology=topology)
+    kernels = build_plan(Spec(model=Model(source="tiny"), topology=topology), device, results, {}, [])["kernels"]
+    assert (kernels["targets"], kernels["multiprocessors"]) == (["sm_120", "sm_90"], 132)
+    assert lower(topology=Topology(device="h200", also=("a100",))).get(SelectedModel).multiprocessors == 108
+
+
+def test_every_kernel_fits_the_shared_memory_of_every_device() -> None:
+    results = lower(topology=Topology(device="h200", also=("rtx-pro-6000",)))
+    room = load_device("rtx-pro-6000").shared_per_block
+    kernels: Any = results.get(SelectedModel).kernels
+    assert all(built.kernel.shared <= room for built in kernels)
 
 
 def test_a_cpu_shares_no_artifact_with_a_gpu() -> None:

@@ -31,9 +31,9 @@ PARAMS: Mapping[str, Sequence[str]] = {
     "gather": ("x", "out_row", "y", "counts"),
     "head": ("x", "w", "y", "counts"),
     "head_body": ("x", "w", "y", "counts"),
-    "sample": ("logits", "temperature", "seed", "sample_position", "sampled", "counters", "counts"),
+    "sample": ("logits", "temperature", "seed", "sample_position", "sampled", "partial", "counts"),
     "sample_advance": (
-        *("logits", "temperature", "seed", "sample_position", "sampled", "counters", "counts"),
+        *("logits", "temperature", "seed", "sample_position", "sampled", "partial", "counts"),
         *("tokens", "positions"),
     ),
 }
@@ -107,7 +107,7 @@ def head_body(gpu: FakeCuda, a: Mapping[str, Any]) -> None:
 
 
 def sample(gpu: FakeCuda, a: Mapping[str, Any]) -> None:
-    assert gpu.get("i", a["counters"]) == 0, "counters are zero between launches"
+    assert gpu.get("i", a["partial"]) == 0, "partial results are zero between launches"
     for row in range(gpu.get("i", a["counts"], 2)):
         logits = [gpu.get("f", a["logits"], row * VOCAB + token) for token in range(VOCAB)]
         chosen = -1 if any(math.isnan(value) for value in logits) else logits.index(max(logits))
@@ -156,7 +156,7 @@ def make_plan(architectures: Sequence[str] = ("sm_90",), context: int = CONTEXT,
     step = {"bytes": at, "offset": 256, "fields": fields, "rows": ROWS, "segments": SEGMENTS}
     places = {"step": (256, at)}
     free = 256 + -(-at // 256) * 256
-    for name, nbytes in (("hidden", 4 * ROWS), ("mixed", 2 * ROWS), ("gathered", 2 * OUT_ROWS), ("counters", 4)):
+    for name, nbytes in (("hidden", 4 * ROWS), ("mixed", 2 * ROWS), ("gathered", 2 * OUT_ROWS), ("partial", 4)):
         places[name] = (free, nbytes)
         free += 256
     places["logits"] = (free, 4 * VOCAB * OUT_ROWS)
@@ -175,7 +175,11 @@ def make_plan(architectures: Sequence[str] = ("sm_90",), context: int = CONTEXT,
         "model": {"vocab_size": VOCAB, "max_context": context},
         "generation": {"bos_token_id": 1, "eos_token_ids": [EOS]},
         "weights": weights,
-        "kernels": {"targets": list(architectures), "table": [_kernel(name, architectures) for name in PARAMS]},
+        "kernels": {
+            "targets": list(architectures),
+            "multiprocessors": 2,
+            "table": [_kernel(name, architectures) for name in PARAMS],
+        },
         "memory": {
             "weights": 256 + bulk,
             "kv_pool": kv_pool,
@@ -223,7 +227,7 @@ def _list(phase: str, rows: int, names: Sequence[str], places: Mapping[str, tupl
         source, target = buffers.get(name, (None, None))
         args: dict[str, Any] = {}
         for param in PARAMS[name]:
-            buffer = {"x": source, "y": target, "logits": "logits", "counters": "counters"}.get(param)
+            buffer = {"x": source, "y": target, "logits": "logits", "partial": "partial"}.get(param)
             args[param] = ["arena", places[buffer][0]] if buffer else ["step", param]
         args |= {"kv": ["kv", 0]} if "kv" in args else {}
         args |= {"w": ["weight", "permutation"]} if "w" in args else {}

@@ -1,4 +1,4 @@
-"""Attention on a GPU: the kernel instances for a layer's shape, their launch shapes, costs and scratch memory.
+"""Attention on a GPU: the kernel instances for a layer's shape, their launch shapes, costs and partial results.
 
 ``attention_decode`` takes one row a sequence, normalises and rotates its query and key, writes key and value to their
 page and attends, split over the live keys (src/attention.cu);

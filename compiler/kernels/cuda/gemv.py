@@ -2,6 +2,10 @@
 
 The kernel is ``src/gemv.cu``. Here its geometry is fixed: rows and steps of a warp's stage, stages of its ring, and
 what of shared memory holds activations.
+
+A block takes half of a multiprocessor (``CudaDevice.half_shared``, and at most half of the registers), and there is one
+on each: the block of the next kernel fits beside it, fills its ring while this one runs, and no third does. With
+other sizes blocks of one kernel met on a multiprocessor while others stood empty.
 """
 
 from __future__ import annotations
@@ -115,9 +119,8 @@ def candidates(
 ) -> list[Candidate]:
     """Kernels for ``y[m, n] = epilogue(norm(x)[m, k] @ w[n, k].T + bias)``, the likely best first.
 
-    ``epilogue``: 0 store, 1 add into y, 2 gated SiLU, 3 gated GELU (tanh). ``terms``: int8 terms of an activation, for
-    formats of integer codes. ``x`` and ``y``: number types of activations (f32, bf16, f16); a y that is added into is
-    f32. ``tiles`` overrides the shapes of blocks.
+    ``epilogue``: 0 store, 1 add into y, 2 gated SiLU, 3 gated GELU (tanh). ``x`` and ``y``: number types of activations
+    (f32, bf16, f16); a y that is added into is f32. ``tiles`` overrides the shapes of blocks.
     """
     problem = Problem(format, n, k, m, ldx, ldy, epilogue, norm, eps, bias, x, y)
     weight = _weight(problem)

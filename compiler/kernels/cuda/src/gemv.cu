@@ -1,8 +1,9 @@
 /* Decode: y[m][n] = epilogue(sum over k of x[m][k] w[n][k]), M = 1, 2 or 4 rows of activations, all shapes fixed.
  *
  * Every warp has a ring of its own in shared memory and works on items of ROWS output rows by itself: no warp waits for
- * another, and a fast one takes more items. The ring is full of the first weights before tp_wait(), so that memory is busy while the kernel before ends.
- * Then the block stages x (normalised; quantized to int8 for integer codes) in shared memory, where it is read once for
+ * another, and a fast one takes more items. The ring is full of the first weights before tp_wait(), so that memory is
+ * busy while the kernel before ends; it is filled at a pace (PACE stages on their way), since that kernel's own reads
+ * would stand behind ours. Then the block stages x (normalised; quantized to int8 for integer codes) in shared memory, where it is read once for
  * all rows of an item. A stage is STEPS units a lane of each row: planes first, then the windows (whole 16 bytes) of
  * the scale arrays. Sums are taken in a fixed order. */
 #include "rows.cuh"
