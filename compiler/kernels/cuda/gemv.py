@@ -212,7 +212,7 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
     stage = item_rows * (sum(weight.plane_units) * 32 * tile.steps + sum(windows))
     is_float = dict(weight.defines)["ELEMENT"] != 0
     x_bytes = _x_bytes(problem, weight, chunks * stage_k)
-    others = 4 * (problem.m * tile.warps + tile.warps * STAGES + 1)
+    others = 4 * (problem.m * tile.warps + 1)
     staged = not is_float or x_bytes + RING_LEAST + others <= device.shared_per_block
     if not staged:
         x_bytes = 0

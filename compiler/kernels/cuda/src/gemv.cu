@@ -3,9 +3,9 @@
  * Every warp has a ring of its own in shared memory and works on items of ROWS output rows by itself: no warp waits for
  * another, and a fast one takes more items. The ring is full of the first weights before tp_wait(), so that memory is
  * busy while the kernel before ends; it is filled at a pace (PACE stages on their way), since that kernel's own reads
- * would stand behind ours. Then the block stages x (normalised; quantized to int8 for integer codes) in shared memory, where it is read once for
- * all rows of an item. A stage is STEPS units a lane of each row: planes first, then the windows (whole 16 bytes) of
- * the scale arrays. Sums are taken in a fixed order. */
+ * would stand behind ours. Then the block stages x (normalised; quantized to int8 for integer codes) in shared memory,
+ * where it is read once for all rows of an item. A stage is STEPS units a lane of each row: planes first, then the
+ * windows (whole 16 bytes) of the scale arrays. Sums are taken in a fixed order. */
 #include "rows.cuh"
 
 typedef tp_out<X>::type x_type;
@@ -22,9 +22,10 @@ static_assert(EPILOGUE != 1 || Y == TP_F32, "sums are added to floats");
 #define STAGE_SCALES (STAGE_PLANE1 + ITEM_ROWS * ROW_PLANE1)
 #define X_AT (WARPS * STAGES * STAGE_BYTES)
 #define SUMS_AT (X_AT + X_BYTES)           /* [M][WARPS] floats */
-#define ITEMS_AT (SUMS_AT + 4 * M * WARPS) /* [WARPS][STAGES]: the item that begins there; then how many are taken */
+#define TAKEN_AT (SUMS_AT + 4 * M * WARPS) /* how many of the block's items are taken */
 #define VALUES (M * ITEM_ROWS)
 #define FIRST_ITEMS ((STAGES + CHUNKS - 1) / CHUNKS) /* of a warp, dealt out beforehand */
+#define TAKES ((CHUNKS - STAGES % CHUNKS) % CHUNKS)  /* the chunk with which the ring has room for another item */
 
 #if ELEMENT
 #include "decode_float.cuh"
@@ -48,6 +49,13 @@ TP_DEVICE bool row_exists(int item, int j) { return N % ROWS == 0 || item * ROWS
 
 #define SCALE_STEPS (SCALE_COUNT ? (ITEM_ROWS * (SCALE_SLOTS / 16) + 31) / 32 : 1) /* copies of a lane */
 
+/* Whether every stage begins with whole 16 bytes of every array: then a lane's address moves by the same each time. */
+constexpr bool even_scales() {
+    for (int a = 0; a < SCALE_COUNT; a++)
+        if (SCALE_AT[a] % 16 || SCALE_PIECE[a] % 16) return false;
+    return K % STAGE_K == 0;
+}
+
 /* Of a plane, BYTES a row and stage: from the item's first row to what a lane copies first. */
 template <int BYTES> TP_DEVICE i64 lane_offset(i64 row_bytes, int lane) {
     constexpr int pieces = BYTES / 16;
@@ -56,103 +64,118 @@ template <int BYTES> TP_DEVICE i64 lane_offset(i64 row_bytes, int lane) {
     return (ITEM_ROWS * pieces > 32 ? j : row_of(0, j)) * row_bytes + lane % pieces * 16;
 }
 
+/* `from` is the lane's own first piece. */
 template <int BYTES> TP_DEVICE void copy_plane(u8 *to, const u8 *from, i64 row_bytes, int item, int chunk, int lane) {
     constexpr int pieces = BYTES / 16;
     TP_UNROLL for (int first = 0; first < ITEM_ROWS * pieces; first += 32) {
         const int i = first + lane;
-        if ((ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces)
-            && (K % STAGE_K == 0 || chunk * BYTES + i % pieces * 16 < row_bytes) && row_exists(item, i / pieces))
-            tp_copy16(to + i * 16, from + row_of(0, first / pieces) * row_bytes + first % pieces * 16);
+        const bool live = (ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces)
+                          && (K % STAGE_K == 0 || chunk * BYTES + i % pieces * 16 < row_bytes) && row_exists(item, i / pieces);
+        tp_copy16_if(to + lane * 16 + first * 16, from + row_of(0, first / pieces) * row_bytes + first % pieces * 16, live);
     }
 }
 
-/* What a lane copies of every stage, 16 bytes at a time. */
-struct Copier {
-    const u8 *w, *plane0, *plane1, *scales[SCALE_STEPS];
+/* A warp's ring of stages. Items are the block's own, every GRID-th; a warp takes the next when it has copied the last. */
+struct Ring {
+    u8 *shared;
+    const u8 *w;
+    int warp, lane;
+    int at;                     /* the oldest stage: next to read, and then to copy to */
+    int items[FIRST_ITEMS + 1]; /* being read first, taken last */
+    bool more;                  /* whether the item taken last exists */
+    const u8 *plane0, *plane1, *scales[SCALE_STEPS]; /* what this lane copies next */
 
-    TP_DEVICE_MEMBER void begin(int item, int lane) {
+    TP_DEVICE_MEMBER Ring(u8 *memory, const u8 *weight)
+        : shared(memory), w(weight), warp((int)threadIdx.x / 32), lane((int)threadIdx.x % 32), at(warp * STAGES * STAGE_BYTES) {}
+
+    TP_DEVICE_MEMBER i32 *taken() const { return (i32 *)(shared + TAKEN_AT); }
+
+    /* The block's item number `place` becomes the one to copy. */
+    TP_DEVICE_MEMBER int begin(int place) {
+        const int item = place * GRID + (int)blockIdx.x;
+        more = item < ITEMS;
         plane0 = w + PLANE0 + (i64)item * (ROWS * (i64)PLANE0_ROW) + lane_offset<ROW_PLANE0>(PLANE0_ROW, lane);
 #if PLANE1_UNIT
         plane1 = w + PLANE1 + (i64)item * (ROWS * (i64)PLANE1_ROW) + lane_offset<ROW_PLANE1>(PLANE1_ROW, lane);
 #endif
         if constexpr (SCALE_COUNT > 0)
-            TP_UNROLL for (int s = 0; s < SCALE_STEPS; s++)
-                scales[s] = w + SCALES + (i64)(row_of(item, (s * 32 + lane) / (SCALE_SLOTS / 16)) / SCALE_ROWS) * SCALE_ROW;
+            TP_UNROLL for (int s = 0; s < SCALE_STEPS; s++) {
+                const int i = s * 32 + lane, row = row_of(item, i / (SCALE_SLOTS / 16)) / SCALE_ROWS;
+                scales[s] = w + SCALES + (i64)row * SCALE_ROW + (even_scales() ? scale_offset(i, 0) : 0);
+            }
+        return item;
     }
-    TP_DEVICE_MEMBER void copy_scales(u8 *to, int item, int chunk, int lane) const {
+
+    /* Piece i of the stage's scales: where a chunk's stands in its row. */
+    static TP_DEVICE_MEMBER int scale_offset(int i, int chunk) {
+        constexpr int pieces = SCALE_COUNT ? SCALE_SLOTS / 16 : 1;
+        const int p = i % pieces * 16;
+        int offset = 0;
+        TP_UNROLL for (int a = 0; a < SCALE_COUNT; a++)
+            if (p >= scale_slot(a)) offset = ((SCALE_AT[a] + chunk * SCALE_PIECE[a]) & ~15) + p - scale_slot(a);
+        return offset;
+    }
+
+    TP_DEVICE_MEMBER void copy_scales(u8 *to, int item, int chunk) {
         constexpr int pieces = SCALE_COUNT ? SCALE_SLOTS / 16 : 1;
         TP_UNROLL for (int s = 0; s < SCALE_STEPS; s++) {
-            const int i = s * 32 + lane, p = i % pieces * 16;
-            int at = 0;
-            TP_UNROLL for (int a = 0; a < SCALE_COUNT; a++)
-                if (p >= scale_slot(a)) at = ((SCALE_AT[a] + chunk * SCALE_PIECE[a]) & ~15) + p - scale_slot(a);
-            if ((ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces) && at < SCALE_ROW && row_exists(item, i / pieces))
-                tp_copy16(to + i * 16, scales[s] + at);
+            const int i = s * 32 + lane;
+            const bool live = (ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces) && row_exists(item, i / pieces);
+            if constexpr (even_scales()) {
+                tp_copy16_if(to + i * 16, scales[s], live);
+                scales[s] += scale_offset(i, 1) - scale_offset(i, 0);
+            } else {
+                const int offset = scale_offset(i, chunk);
+                tp_copy16_if(to + i * 16, scales[s] + offset, live && offset < SCALE_ROW);
+            }
         }
     }
-    TP_DEVICE_MEMBER void copy(u8 *to, int item, int chunk, int lane) {
-        if (item < ITEMS) {
+
+    /* Starts the copies of a chunk of the item taken last, or of nothing. */
+    TP_DEVICE_MEMBER void copy(int item, int chunk) {
+        u8 *to = shared + at;
+        if (more) {
             copy_plane<ROW_PLANE0>(to, plane0, PLANE0_ROW, item, chunk, lane);
             plane0 += ROW_PLANE0;
 #if PLANE1_UNIT
             copy_plane<ROW_PLANE1>(to + STAGE_PLANE1, plane1, PLANE1_ROW, item, chunk, lane);
             plane1 += ROW_PLANE1;
 #endif
-            if constexpr (SCALE_COUNT > 0) copy_scales(to + STAGE_SCALES, item, chunk, lane);
+            if constexpr (SCALE_COUNT > 0) copy_scales(to + STAGE_SCALES, item, chunk);
         }
         tp_copy_commit();
+        const int next = at + STAGE_BYTES, first = warp * STAGES * STAGE_BYTES;
+        at = next == first + STAGES * STAGE_BYTES ? first : next;
     }
-};
 
-/* A warp's ring. Items are the block's own, every GRID-th; a warp takes the next when it has copied the last. */
-struct Ring {
-    u8 *stages; /* [STAGES][STAGE_BYTES] */
-    i32 *items; /* [STAGES]: the item that begins there */
-    i32 *taken; /* the block's items that are taken */
-    int lane;
-    Copier copier;
-    int item = 0, chunk = 0; /* to copy next; chunk 0: take another item first */
-    int slot = 0;            /* to read next, and then to copy to */
-
-    TP_DEVICE_MEMBER Ring(u8 *shared, const u8 *w, int warp, int l)
-        : stages(shared + warp * STAGES * STAGE_BYTES), items((i32 *)(shared + ITEMS_AT) + warp * STAGES),
-          taken((i32 *)(shared + ITEMS_AT) + WARPS * STAGES), lane(l), copier{w} {}
-
-    TP_DEVICE_MEMBER void copy() {
-        copier.copy(stages + slot * STAGE_BYTES, item, chunk, lane);
-        if (chunk == 0 && lane == 0) items[slot] = item;
-        if (++chunk == CHUNKS) chunk = 0;
-        if (++slot == STAGES) slot = 0;
-    }
-    TP_DEVICE_MEMBER void begin(int place) {
-        item = place * GRID + (int)blockIdx.x;
-        copier.begin(item, lane);
-    }
-    TP_DEVICE_MEMBER void fill(int warp) {
+    TP_DEVICE_MEMBER void fill() {
+        if (threadIdx.x == 0) *taken() = WARPS * FIRST_ITEMS;
         TP_UNROLL for (int s = 0; s < STAGES; s++) {
-            if (s % CHUNKS == 0) begin(s / CHUNKS * WARPS + warp);
-            copy();
+            if (s % CHUNKS == 0) items[s / CHUNKS] = begin(s / CHUNKS * WARPS + warp);
+            copy(items[s / CHUNKS], s % CHUNKS);
             if (s >= PACE) tp_copy_wait<PACE>();
         }
-        __syncwarp();
     }
     /* The oldest stage, when it has landed. */
-    TP_DEVICE_MEMBER const u8 *wait() {
+    TP_DEVICE_MEMBER const u8 *wait() const {
         tp_copy_wait<STAGES - 1>();
         __syncwarp();
-        return stages + slot * STAGE_BYTES;
+        return shared + at;
     }
-    /* All lanes have read the oldest stage: the next one goes there. */
-    TP_DEVICE_MEMBER void refill() {
-        if (chunk == 0) {
+    /* All lanes have read the oldest stage, a `chunk` of its item: what comes STAGES later goes there. */
+    TP_DEVICE_MEMBER void refill(int chunk) {
+        if (chunk == TAKES) {
             int place = 0;
-            if (lane == 0) place = atomicAdd(taken, 1);
-            begin(__shfl_sync(TP_ALL, place, 0));
+            if (lane == 0) place = atomicAdd(taken(), 1);
+            items[FIRST_ITEMS] = begin(__shfl_sync(TP_ALL, place, 0));
         }
         __syncwarp();
-        copy();
+        const int item = items[chunk >= TAKES ? FIRST_ITEMS : FIRST_ITEMS - 1];
+        copy(item, (chunk + STAGES) % CHUNKS);
     }
-    TP_DEVICE_MEMBER int next_item() const { return items[slot]; }
+    TP_DEVICE_MEMBER void next() {
+        TP_UNROLL for (int i = 0; i < FIRST_ITEMS; i++) items[i] = items[i + 1];
+    }
 };
 
 /* ---- activations ---- */
@@ -296,7 +319,6 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
     TP_KERNEL(const x_type *x, const float *norm, const u8 *w, const float *bias, tp_out<Y>::type *y) {
     TP_SHARED(shared);
     tp_launch_dependents();
-    const int warp = threadIdx.x / 32;
     float4 norm_weight[PIECES];
     if (NORM)
         TP_UNROLL for (int i = 0; i < PIECES; i++) {
@@ -307,9 +329,8 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
 #if TENSOR_SCALE
     weight_scale *= *(const float *)(w + SCALES);
 #endif
-    Ring ring(shared, w, warp, threadIdx.x % 32);
-    if (threadIdx.x == 0) *ring.taken = WARPS * FIRST_ITEMS;
-    ring.fill(warp);
+    Ring ring(shared, w);
+    ring.fill();
 
     tp_wait();
     float factor[M];
@@ -320,7 +341,7 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
     float scale = factor[0];
     TP_UNROLL for (int i = 1; i < M; i++) scale = m == i ? factor[i] : scale;
     scale *= weight_scale;
-    for (int item = ring.next_item(); item < ITEMS; item = ring.next_item()) {
+    for (int item = ring.items[0]; item < ITEMS; item = ring.items[0]) {
         const int n = item * ROWS + j % ROWS;
         const bool writes = lane % SPREAD == 0 && j < ROWS && n < N;
         float before = EPILOGUE == 1 && writes ? tp_load((const float *)y + m * LDY + n) : 0.0f;
@@ -329,7 +350,7 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
         TP_UNROLL for (int i = 0; i < VALUES; i++) sum[i] = 0.0f;
         for (int chunk = 0; chunk < CHUNKS; chunk++) {
             add_stage(sum, shared, ring.wait(), x, norm, chunk, lane);
-            ring.refill();
+            ring.refill(chunk);
         }
         float result = fmaf(transpose_sum(sum, lane), scale, before);
         if (EPILOGUE >= 2) {
@@ -337,5 +358,6 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
             result = activated(result) * up;
         }
         if (writes) y[m * LDY + n] = tp_out<Y>::from(result);
+        ring.next();
     }
 }

@@ -158,6 +158,16 @@ TP_DEVICE void tp_copy16(void *shared, const void *global) {
 #endif
 }
 
+/* The same where `on`, without a branch. */
+TP_DEVICE void tp_copy16_if(void *shared, const void *global, bool on) {
+#ifdef TP_HOST
+    if (on) tp_host_copy_async(shared, global, 16);
+#else
+    asm volatile("{\n .reg .pred on;\n setp.ne.u32 on, %2, 0;\n @on cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}"
+                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"((u32)on) : "memory");
+#endif
+}
+
 /* 1 / value to 1 ulp, for a normal number. */
 TP_DEVICE float tp_reciprocal(float value) {
 #ifdef TP_HOST
