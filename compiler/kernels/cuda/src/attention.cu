@@ -164,6 +164,7 @@ extern "C" __global__ void TP_BOUNDS(THREADS, 2)
     const Shared shared = Shared::at(memory);
     const int pair = (int)blockIdx.x % (KV_HEADS * ROWS), block = SPLITS - 1 - (int)blockIdx.x / (KV_HEADS * ROWS);
     const int warp = warp_of(), head = pair % KV_HEADS, row = pair / KV_HEADS;
+    TP_STAMP(TP_START);
     tp_launch_dependents();
     const int rows = counts[0], position = positions[row], segment = row_segment[row];
     const Range range = {WINDOW ? max(position - WINDOW + 1, 0) : 0, position};
@@ -182,10 +183,13 @@ extern "C" __global__ void TP_BOUNDS(THREADS, 2)
     u16 *own = pool + (i64)table[position / PAGE_TOKENS] * PAGE + position % PAGE_TOKENS * HEAD_DIM;
     prepare(shared, position, inv_freq, q_norm, k_norm);
     __syncthreads();
+    TP_STAMP(TP_READY);
     tp_wait();
+    TP_STAMP(TP_WAITED);
 
     enter(shared, qkv + (i64)row * LDX, head, position, block == 0, own);
     __syncthreads();
+    TP_STAMP(TP_STAGED);
     Running now;
     TP_UNROLL for (int c = 0; c < COLUMNS; c++) {
         now.top[c][0] = now.top[c][1] = -INFINITE, now.total[c][0] = now.total[c][1] = 0;
@@ -207,4 +211,5 @@ extern "C" __global__ void TP_BOUNDS(THREADS, 2)
     __syncthreads();
     const Team team = Team::of(blocks, block);
     finish(shared, {out + (i64)pair * (GROUP * HEAD_DIM), partial + (i64)pair * (SPLITS * QUADS * PART_BYTES)}, team);
+    TP_STAMP_WARPS(TP_ENDS);
 }

@@ -318,6 +318,7 @@ TP_DEVICE float activated(float gate) {
 TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
     TP_KERNEL(const x_type *x, const float *norm, const u8 *w, const float *bias, tp_out<Y>::type *y) {
     TP_SHARED(shared);
+    TP_STAMP(TP_START);
     tp_launch_dependents();
     float4 norm_weight[PIECES];
     if (NORM)
@@ -332,9 +333,12 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
     Ring ring(shared, w);
     ring.fill();
 
+    TP_STAMP(TP_READY);
     tp_wait();
+    TP_STAMP(TP_WAITED);
     float factor[M];
     stage_x(shared, x, norm_weight, factor);
+    TP_STAMP(TP_STAGED);
 
     const int lane = tp_opaque(threadIdx.x % 32); /* what follows from it takes no registers while x is staged */
     const int value = lane / SPREAD, m = value / ITEM_ROWS, j = value % ITEM_ROWS;
@@ -360,4 +364,5 @@ TP_ENTRY void TP_BOUNDS(THREADS, M > 1 || THREADS > 512 ? 1 : 2)
         if (writes) y[m * LDY + n] = tp_out<Y>::from(result);
         ring.next();
     }
+    TP_STAMP_WARPS(TP_ENDS);
 }

@@ -55,6 +55,39 @@ TP_DEVICE void tp_wait() {
 #endif
 }
 
+/* ---- time stamps for tests/benchmarks/gpu_stamps.py: nothing unless TP_STAMPS is defined ---- */
+
+#if defined(TP_STAMPS) && !defined(TP_HOST)
+/* Of a block, in order: nanoseconds of the GPU's clock, but for the number of its multiprocessor. */
+enum tp_slot {
+    TP_START,           /* first instruction */
+    TP_SM,              /* multiprocessor; written with TP_START */
+    TP_READY,           /* all that goes before the wait is done or on its way */
+    TP_WAITED,          /* tp_wait has returned */
+    TP_STAGED,          /* what the kernel before wrote is in shared memory */
+    TP_ENDS,            /* of each warp, from here on */
+    TP_SLOTS = TP_ENDS + 32
+};
+#define TP_STAMPED 1024 /* blocks; those beyond leave none */
+extern "C" { __device__ u64 tp_stamps[TP_STAMPED][TP_SLOTS]; } /* of the latest launch; the one before has ended */
+
+TP_DEVICE void tp_stamp(bool writes, int slot) {
+    u64 now;
+    u32 sm;
+    if (!writes || blockIdx.x >= TP_STAMPED) return;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
+    tp_stamps[blockIdx.x][slot] = now;
+    if (slot != TP_START) return;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    tp_stamps[blockIdx.x][TP_SM] = sm;
+}
+#define TP_STAMP(slot) tp_stamp(threadIdx.x == 0, slot)
+#define TP_STAMP_WARPS(slot) tp_stamp(threadIdx.x % 32 == 0, (slot) + (int)threadIdx.x / 32)
+#else
+#define TP_STAMP(slot)
+#define TP_STAMP_WARPS(slot)
+#endif
+
 /* ---- bits and floats ---- */
 
 TP_DEVICE float tp_f16(u16 bits) {
