@@ -12,6 +12,9 @@ from tapeout.runtime.errors import TapeoutError
 # module name -> the architecture strings of config.json and of GGUF that it serves
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3"),
 }
 

@@ -147,13 +147,13 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return self.raw.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least ``least``, which is 1 or 0."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._bad(key, value, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self._bad(key, value, "a positive integer" if least else "0 or a positive integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -202,38 +202,55 @@ class Fields:
         for key in keys:
             value = self.raw.get(key)
             if value:
-                raise TapeoutError(
-                    f"{self.what} sets {key} = {value!r}, which changes the mathematics and is not supported "
-                    "for this family"
-                )
+                raise self.unsupported(key)
+
+    def unsupported(self, key: str) -> TapeoutError:
+        """The error for a key that changes the mathematics in a way the family does not know."""
+        return TapeoutError(
+            f"{self.what} sets {key} = {self.raw.get(key)!r:.60}, which changes the mathematics and is not supported "
+            "for this family"
+        )
 
     def _bad(self, key: str, value: object, rule: str) -> TapeoutError:
         said = "is missing" if value is None else f"is {value!r:.60}"
         return TapeoutError(f"{self.what}: {key} {said}; it must be {rule}")
 
 
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_ROPE_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned",
+                        "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
+                        "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"))  # fmt: skip
+
+
 def rope_from_hf(fields: Fields, theta: float, dim: int, raw: Mapping[str, Any], max_context: int) -> Rope:
-    """A Rope from a Hugging Face ``rope_scaling`` or ``rope_parameters`` mapping (all spellings of formats.md 1.2)."""
-    if not raw:
-        return Rope(theta, dim)
-    kind = raw.get("rope_type", raw.get("type", "default"))
+    """A Rope from a Hugging Face ``rope_scaling`` or ``rope_parameters`` mapping (all spellings of formats.md 1.2).
+
+    Raises TapeoutError for a kind or a key that is not known, and for partial rotation.
+    """
     values = Fields(raw, f"{fields.what}: rope scaling")
-    theta = values.positive("rope_theta", theta)
-    if kind in (None, "default"):
+    for each in (fields, values):
+        if each.number("partial_rotary_factor", 1.0) != 1:
+            raise each.unsupported("partial_rotary_factor")
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        known = ", ".join(_ROPE_KINDS)
+        raise TapeoutError(f"{fields.what}: rope scaling type {kind!r} is unknown; known are {known}")
+    values.refuse(*sorted(raw.keys() - _ROPE_KEYS))
+    theta = values.positive("rope_theta") if "rope_theta" in values else theta
+    if kind == "default":
         return Rope(theta, dim)
     if kind == "linear":
         return Rope(theta, dim, "linear", values.positive("factor"))
     original = values.integer("original_max_position_embeddings", max_context)
+    original = fields.integer("original_max_position_embeddings", original)
     if kind == "llama3":
         return Rope(theta, dim, "llama3", values.positive("factor"), original,
                     low_freq_factor=values.number("low_freq_factor"),
                     high_freq_factor=values.number("high_freq_factor"))  # fmt: skip
-    if kind == "yarn":
-        return Rope(theta, dim, "yarn", values.positive("factor"), original, beta_fast=values.number("beta_fast", 32.0),
-                    beta_slow=values.number("beta_slow", 1.0), attention_factor=values.number("attention_factor", 0.0),
-                    mscale=values.number("mscale", 0.0), mscale_all_dim=values.number("mscale_all_dim", 0.0),
-                    truncate=values.flag("truncate", True))  # fmt: skip
-    raise TapeoutError(f"{fields.what}: rope scaling type {kind!r} is unknown; known are default, linear, llama3, yarn")
+    return Rope(theta, dim, "yarn", values.positive("factor"), original, beta_fast=values.number("beta_fast", 32.0),
+                beta_slow=values.number("beta_slow", 1.0), attention_factor=values.number("attention_factor", 0.0),
+                mscale=values.number("mscale", 0.0), mscale_all_dim=values.number("mscale_all_dim", 0.0),
+                truncate=values.flag("truncate", True))  # fmt: skip
 
 
 def rope_from_gguf(fields: Fields, arch: str, theta: float, dim: int) -> Rope:

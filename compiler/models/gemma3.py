@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tapeout.compiler.guards import is_list
 from tapeout.compiler.ir import Builder
-from tapeout.compiler.models import names
+from tapeout.compiler.models import names, windows
 from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources, rope_from_gguf, rope_from_hf
 from tapeout.compiler.recipes import AddOne, Constant, Recipe
 from tapeout.runtime.errors import TapeoutError
 
 FULL, SLIDING = "model.rotary_emb", "model.rotary_emb_local"
-_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True)
@@ -27,19 +25,6 @@ class Gemma3Config(Config):
     window: int
     sliding: tuple[bool, ...]
     attention_scale: float
-
-
-def _sliding(layers: int, pattern: int) -> tuple[bool, ...]:
-    return tuple((layer + 1) % pattern != 0 for layer in range(layers))
-
-
-def _layer_kinds(fields: Fields, layers: int) -> tuple[bool, ...]:
-    kinds = fields.raw.get("layer_types")
-    if kinds is None:
-        return _sliding(layers, fields.integer("sliding_window_pattern", 6))
-    if not is_list(kinds) or len(kinds) != layers or any(kind not in list(_KINDS) for kind in kinds):
-        raise TapeoutError(f"config.json: layer_types must list {layers} times one of {', '.join(_KINDS)}")
-    return tuple(_KINDS[kind] for kind in kinds)
 
 
 def _tied(whole: Fields, text: Fields) -> bool:
@@ -62,6 +47,7 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
     nested = Fields(fields.section("rope_parameters"), f"{fields.what}: rope_parameters")
     full = nested.section("full_attention") or fields.section("rope_scaling")
     local_theta = fields.positive("rope_local_base_freq", 1e4)
+    kinds = windows.layer_types(fields, layers)
     return Gemma3Config(
         vocab_size=fields.integer("vocab_size", 262208),
         hidden=fields.integer("hidden_size"),
@@ -78,7 +64,7 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
             Fields(nested.section("sliding_attention"), nested.what).positive("rope_theta", local_theta), head_dim
         ),
         window=fields.integer("sliding_window", 4096),
-        sliding=_layer_kinds(fields, layers),
+        sliding=kinds or windows.periodic(layers, fields.integer("sliding_window_pattern", 6)),
         attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
     )
 
@@ -86,7 +72,6 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
 def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Gemma3Config:
     """From GGUF metadata; the scale of the 62-layer model and the pattern are llama.cpp's rules (formats.md 3.4)."""
     fields = Fields(raw, "GGUF metadata")
-    fields.refuse("gemma3.final_logit_softcapping", "gemma3.attn_logit_softcapping")
     common = names.gguf_common(fields, "gemma3", shapes)
     layers, head_dim = common["layers"], common["head_dim"]
     scalar = common["hidden"] / common["heads"] if layers == 62 else head_dim
@@ -95,7 +80,7 @@ def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         rope=rope_from_gguf(fields, "gemma3", fields.number("gemma3.rope.freq_base", 1e6), head_dim),
         local_rope=Rope(fields.number("gemma3.rope.freq_base_swa", 1e4), head_dim),
         window=fields.integer("gemma3.attention.sliding_window"),
-        sliding=_sliding(layers, fields.integer("gemma3.attention.sliding_window_pattern", 6)),
+        sliding=windows.periodic(layers, fields.integer("gemma3.attention.sliding_window_pattern", 6)),
         attention_scale=fields.number("gemma3.attention.scale", scalar**-0.5),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tapeout.compiler.ir import Builder
 from tapeout.compiler.models import names
-from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources, rope_from_gguf, rope_from_hf
+from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources
 from tapeout.compiler.recipes import Constant, HalvesFromPairs, Recipe
 
 ROTARY = "model.rotary_emb"
@@ -16,48 +16,35 @@ ROTARY = "model.rotary_emb"
 
 @dataclass(frozen=True)
 class LlamaConfig(Config):
-    """Llama's own fields."""
+    """Llama's own fields; ``window`` is how many keys every layer sees, 0 for all (Mistral's)."""
 
     rope: Rope
     attention_bias: bool
     mlp_bias: bool
+    window: int = 0
 
 
 def parse_hf(raw: Mapping[str, Any]) -> LlamaConfig:
     """From config.json."""
     fields = Fields(raw, "config.json")
-    fields.choice("hidden_act", {"silu": "silu"}, "silu")
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    head_dim = fields.integer("head_dim", hidden // heads)
-    context = fields.integer("max_position_embeddings", 2048)
-    scaling = fields.section("rope_scaling") or fields.section("rope_parameters")
     return LlamaConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden=hidden,
-        layers=fields.integer("num_hidden_layers"),
-        heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=fields.integer("intermediate_size"),
-        eps=fields.number("rms_norm_eps", 1e-6),
-        max_context=context,
-        tied=fields.flag("tie_word_embeddings", False),
-        rope=rope_from_hf(fields, fields.number("rope_theta", 10000.0), head_dim, scaling, context),
+        **names.hf_common(fields, context=2048),
         attention_bias=fields.flag("attention_bias", False),
         mlp_bias=fields.flag("mlp_bias", False),
     )
 
 
 def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> LlamaConfig:
-    """From GGUF metadata and the shapes of the file's tensors."""
+    """From GGUF metadata and the shapes of the file's tensors; Mistral's files are of this architecture too."""
     fields = Fields(raw, "GGUF metadata")
-    fields.refuse("llama.expert_count", "llama.attention.sliding_window")
+    fields.refuse("llama.attention.sliding_window_pattern")
     common = names.gguf_common(fields, "llama", shapes)
     return LlamaConfig(
         **common,
-        rope=rope_from_gguf(fields, "llama", fields.number("llama.rope.freq_base", 10000.0), common["head_dim"]),
+        rope=names.gguf_rope(fields, "llama", common["head_dim"]),
         attention_bias="blk.0.attn_q.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
+        window=fields.integer("llama.attention.sliding_window", 0, least=0),
     )
 
 
@@ -91,7 +78,7 @@ def forward(config: LlamaConfig, b: Builder) -> str:
         q = b.rope(f"{at}.self_attn.q_rope", q, ROTARY, config.head_dim, factor)
         k = b.rope(f"{at}.self_attn.k_rope", k, ROTARY, config.head_dim, factor)
         attended = b.attention(f"{at}.self_attn.attention", (q, k, v), layer=layer, head_dim=config.head_dim,
-                               scale=config.head_dim**-0.5, window=0)  # fmt: skip
+                               scale=config.head_dim**-0.5, window=config.window)  # fmt: skip
         o = b.linear(f"{at}.self_attn.o_proj", attended, config.hidden, ("hidden", "heads"), bias=config.attention_bias)
         x = b.add(f"{at}.attention_residual", x, o)
         h = b.rmsnorm(f"{at}.post_attention_layernorm", x, config.eps)

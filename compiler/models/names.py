@@ -1,4 +1,4 @@
-"""Pieces that decoder-only families share: tensor names of both containers, q/k/v, the gated MLP and the head."""
+"""Pieces that decoder-only families share: config keys and tensor names of both containers, q/k/v, gated MLP, head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tapeout.compiler.ir import Builder
-from tapeout.compiler.models.base import Config, Fields, Sources
+from tapeout.compiler.models.base import Config, Fields, Rope, Sources, rope_from_gguf, rope_from_hf
 from tapeout.compiler.recipes import Recipe
 from tapeout.runtime.errors import TapeoutError
 
@@ -70,8 +70,61 @@ def _as_is(slot: str, recipe: Recipe) -> Recipe:
 HF_SOURCES = Sources(_hf_name, _as_is, _hf_ignored)
 
 
+# What leaves no trace among the tensors and that no family here computes. Other departures (experts, attention sinks,
+# further norms) have tensors of their own, which ingestion refuses.
+_HF_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "attention_chunk_size", "clip_qkv",
+                   "use_bidirectional_attention", "dual_chunk_attention_config", "use_mrope", "logit_scale",
+                   "logits_scaling", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+                   "attention_value_scale", "no_rope_layers")  # fmt: skip
+_GGUF_UNSUPPORTED = ("expert_count", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
+                     "residual_scale", "embedding_scale", "use_parallel_residual", "attention.clamp_kqv",
+                     "attention.max_alibi_bias", "attention.output_scale", "attention.temperature_scale",
+                     "attention.shared_kv_layers", "rope.scaling.alpha", "rope.dimension_sections")  # fmt: skip
+
+
+def hf_common(fields: Fields, context: int, head_dim: int = 0) -> dict[str, Any]:
+    """The fields of Config that config.json states under the same keys, and the rope, for a family of Llama's shape.
+
+    ``context`` and ``head_dim`` are the family's defaults; without one a head is hidden / heads. Raises TapeoutError
+    for settings that change the mathematics.
+    """
+    fields.refuse(*_HF_UNSUPPORTED)
+    if not fields.flag("is_causal", True):
+        raise fields.unsupported("is_causal")
+    fields.choice("hidden_act", {"silu": "silu"}, "silu")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", head_dim or hidden // heads)
+    context = fields.integer("max_position_embeddings", context)
+    scaling = fields.section("rope_scaling") or fields.section("rope_parameters")
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden": hidden,
+        "layers": fields.integer("num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": fields.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "ffn": fields.integer("intermediate_size"),
+        "eps": fields.number("rms_norm_eps", 1e-6),
+        "max_context": context,
+        "tied": fields.flag("tie_word_embeddings", False),
+        "rope": rope_from_hf(fields, fields.number("rope_theta", 10000.0), head_dim, scaling, context),
+    }
+
+
+def gguf_rope(fields: Fields, arch: str, head_dim: int) -> Rope:
+    """The rope of a GGUF whose architecture has one; without scaling of the softmax, which comes with the head size."""
+    fields.refuse(f"{arch}.attention.scale")
+    return rope_from_gguf(fields, arch, fields.number(f"{arch}.rope.freq_base", 10000.0), head_dim)
+
+
 def gguf_common(fields: Fields, arch: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The fields of Config that every GGUF architecture states under the same keys."""
+    """The fields of Config that every GGUF architecture states under the same keys.
+
+    Raises TapeoutError for keys that change the mathematics.
+    """
+    fields.refuse(*(f"{arch}.{key}" for key in _GGUF_UNSUPPORTED))
+    if not fields.flag(f"{arch}.attention.causal", True):
+        raise fields.unsupported(f"{arch}.attention.causal")
     hidden, heads = fields.integer(f"{arch}.embedding_length"), fields.integer(f"{arch}.attention.head_count")
     head_dim = fields.integer(f"{arch}.attention.key_length", hidden // heads)
     if fields.integer(f"{arch}.attention.value_length", head_dim) != head_dim:

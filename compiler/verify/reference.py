@@ -35,14 +35,24 @@ class Reference:
 
     @classmethod
     def open(cls, path: Path, container: str) -> Reference:
-        """From a checkpoint folder or a GGUF. Raises TapeoutError when a library of the extra ``verify`` is absent."""
+        """From a checkpoint folder or a GGUF.
+
+        Raises TapeoutError when a library of the extra ``verify`` is absent, or one that transformers needs for a
+        quantized checkpoint.
+        """
         transformers, torch = _library("transformers"), _library("torch")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
         if container != "gguf":
-            return cls(auto.from_pretrained(path, **options).eval())
+            try:
+                return cls(auto.from_pretrained(path, **options).eval())
+            except (ImportError, RuntimeError) as error:
+                raise TapeoutError(
+                    f"{path}: transformers {transformers.__version__} cannot load this checkpoint as a reference "
+                    f"({str(error).splitlines()[0]})"
+                ) from error
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars cannot be turned off
             model = auto.from_pretrained(path.parent, gguf_file=path.name, **options)
         return cls(_amended(model, path, options["dtype"]).eval())
@@ -103,21 +113,23 @@ def _library(name: str) -> Any:
 
 
 def _amended(model: Any, path: Path, dtype: Any) -> Any:
-    """transformers 5.24 drops rope scaling, rope divisors and Gemma's softmax scale of a GGUF; set them from the file.
+    """transformers 5.24 drops rope scaling, rope divisors, windows and Gemma's softmax scale of a GGUF: set them.
 
     Read with gguf-py, so that nothing of Tapeout's own parsing is believed here.
     """
     gguf, torch = _library("gguf"), _library("torch")
     reader = gguf.GGUFReader(path)
     arch = _field(reader, "general.architecture")
-    config = model.config
+    config: Any = model.config
+    kind: Any = model.__class__
     changed = _rope_scaling(config, reader, arch)
     if arch == "gemma3":
         scalar = config.hidden_size / config.num_attention_heads if config.num_hidden_layers == 62 else config.head_dim
         changed |= config.query_pre_attn_scalar != scalar
         config.query_pre_attn_scalar = scalar
+    config, kind, windowed = _windowed(config, kind, reader, arch)
+    changed |= windowed
     if changed:
-        kind: Any = model.__class__
         rebuilt: Any = kind._from_config(config, attn_implementation="eager", dtype=dtype)
         rebuilt.load_state_dict(model.state_dict(), strict=False)
         rebuilt.tie_weights()
@@ -140,6 +152,22 @@ def _rope_scaling(config: Any, reader: Any, arch: str) -> bool:
     if original is not None:
         rope["original_max_position_embeddings"] = int(original)
     return True
+
+
+def _windowed(config: Any, kind: Any, reader: Any, arch: str) -> tuple[Any, Any, bool]:
+    """Config and class with the file's window, and whether that changed them; a Llama with a window is a Mistral."""
+    window = _field(reader, f"{arch}.attention.sliding_window") or None
+    if arch == "llama" and getattr(config, "sliding_window", None) != window:
+        kind = _library("transformers").MistralForCausalLM
+        return kind.config_class(**{**config.to_dict(), "sliding_window": window}), kind, True
+    if arch not in ("qwen2", "qwen3") or window is None:
+        return config, kind, False
+    slides = _field(reader, f"{arch}.attention.sliding_window_pattern")
+    if isinstance(slides, int):
+        slides = [(layer + 1) % slides for layer in range(config.num_hidden_layers)]
+    config.layer_types = ["sliding_attention" if each else "full_attention" for each in slides]
+    config.sliding_window = window
+    return config, kind, True
 
 
 def _field(reader: Any, key: str) -> Any:

@@ -36,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Tiny:
-    """One model: witness.llama or witness.gemma3 with ``sizes``, and how its weights are stored.
+    """One model: witness.llama, witness.gemma3 … with ``sizes``, and how its weights are stored.
 
     With ``formats`` (globs of GGUF names) it goes through a GGUF, else through safetensors and ``format``.
     ``tolerance`` bounds the relative error (norms) of any position's logits.
@@ -51,6 +51,7 @@ class Tiny:
 
 EXACT, ROUNDED, CODED = 3e-3, 3e-2, 6e-2
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+UPPER_SLIDE = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
 MIXED = {"*attn_q.weight": "Q4_K", "*attn_k.weight": "Q6_K", "*attn_v.weight": "Q5_K", "*attn_output.weight": "Q8_0",
          "*ffn_gate.weight": "Q4_1", "*ffn_up.weight": "Q5_0", "*ffn_down.weight": "Q6_K",
          "token_embd.weight": "Q8_0", "output.weight": "Q4_K"}  # fmt: skip
@@ -75,6 +76,16 @@ MODELS: dict[str, Tiny] = {
     "llama-int4_g128_zp": Tiny("llama", CODED, "int4_g128_zp", sizes=WIDE),
     "llama-fp8": Tiny("llama", CODED, "fp8", sizes=WIDE),
     "llama-fp8_block128": Tiny("llama", CODED, "fp8_block128", sizes=WIDE),
+    "mistral": Tiny("mistral", EXACT),
+    "mistral-nemo-q4_0": Tiny(
+        "mistral", CODED, formats={"*": "Q4_0"}, sizes={"hidden_size": 160, "head_dim": 32, "sliding_window": None}
+    ),
+    "qwen2": Tiny("qwen2", EXACT, sizes=UPPER_SLIDE),
+    "qwen2-seven-heads-q8_0": Tiny(
+        "qwen2", CODED, formats={"*": "Q8_0"}, sizes={"hidden_size": 224, "num_attention_heads": 14}
+    ),
+    "qwen3": Tiny("qwen3", EXACT, sizes=UPPER_SLIDE),
+    "qwen3-q4_0": Tiny("qwen3", CODED, formats={"*": "Q4_0"}, sizes={"tied": True}),
     "gemma3": Tiny("gemma3", EXACT, formats={"*": "F32"}),
     "gemma3-q8_0": Tiny("gemma3", CODED, formats={"*": "Q8_0"}),
 }

@@ -29,6 +29,21 @@ CASES: dict[str, Callable[[], Witness]] = {
     "llama-one-kv-head-per-head": lambda: witness.llama(num_key_value_heads=4),
     "llama-one-kv-head": lambda: witness.llama(num_key_value_heads=1),
     "llama-untidy-widths": lambda: witness.llama(hidden_size=72, intermediate_size=100, vocab_size=320),
+    "mistral": witness.mistral,
+    "mistral-without-window": lambda: witness.mistral(sliding_window=None),
+    "mistral-window-over-chunks": lambda: witness.mistral(sliding_window=70),
+    "mistral-nemo": lambda: witness.mistral(hidden_size=80, intermediate_size=224, sliding_window=None),
+    "mistral-yarn": lambda: witness.mistral(rope="yarn"),
+    "qwen2": witness.qwen2,
+    "qwen2-tied": lambda: witness.qwen2(tied=True),
+    "qwen2-yarn": lambda: witness.qwen2(rope="yarn"),
+    "qwen2-windows": lambda: witness.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    "qwen2-seven-heads-of-one-kv-head": lambda: witness.qwen2(hidden_size=112, num_attention_heads=14),
+    "qwen3": witness.qwen3,
+    "qwen3-tied": lambda: witness.qwen3(tied=True),
+    "qwen3-biases": lambda: witness.qwen3(bias=True),
+    "qwen3-yarn": lambda: witness.qwen3(rope="yarn"),
+    "qwen3-windows": lambda: witness.qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "gemma3": witness.gemma3,
     "gemma3-linear": lambda: witness.gemma3(rope="linear"),
     "gemma3-one-kv-head": lambda: witness.gemma3(num_key_value_heads=1),
@@ -49,11 +64,13 @@ def relative_error(ours: np.ndarray, reference: np.ndarray) -> float:
     return float((np.abs(ours - reference) / spread).max())
 
 
-def decoded_logits(model: Model, ids: list[int]) -> np.ndarray:
-    """Logits of every position, token by token through the cache."""
+def decoded_logits(model: Model, ids: list[int], prefilled: int = 0) -> np.ndarray:
+    """Logits of every position behind the ``prefilled`` ones, token by token through the cache."""
     sequence, rows = model.pool.open(), list[np.ndarray]()
     head = model.bucket("head", 1)
-    for token in ids:
+    if prefilled:
+        model.prefill(sequence, ids[:prefilled])
+    for token in ids[prefilled:]:
         model.decode([sequence], [token])
         logits = (ctypes.c_float * model.vocab_size).from_address(model.backend.logits_address(head))
         rows.append(np.array(logits, np.float32))
@@ -76,6 +93,7 @@ def test_logits_equal_transformers_at_every_position(case: str, container: str, 
         prefilled = model.logits(ids)
         assert relative_error(prefilled, expected) <= TOLERANCE
         assert relative_error(decoded_logits(model, ids), expected) <= TOLERANCE
+        assert relative_error(decoded_logits(model, ids, 100), expected[100:]) <= TOLERANCE
         assert [step.token for step in model.generate(ids[:20], max_tokens=12)] == until_eos(reference, ids[:20], model)
 
 
@@ -88,8 +106,9 @@ def until_eos(reference: Witness, ids: list[int], model: Model) -> list[int]:
     return out
 
 
-def test_a_sharded_folder_gives_the_same_bytes_as_a_whole_one(tmp_path: Path) -> None:
-    reference = witness.llama()
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+def test_a_sharded_folder_gives_the_same_bytes_as_a_whole_one(case: str, tmp_path: Path) -> None:
+    reference = CASES[case]()
     whole = build(reference.save_hf(tmp_path / "whole"), tmp_path / "a")
     sharded = build(reference.save_hf(tmp_path / "sharded", sharded=True), tmp_path / "b")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
@@ -97,9 +116,9 @@ def test_a_sharded_folder_gives_the_same_bytes_as_a_whole_one(tmp_path: Path) ->
     assert [(whole / name).read_bytes() for name in names] == [(sharded / name).read_bytes() for name in names]
 
 
-@pytest.mark.parametrize("make", [witness.llama, witness.gemma3], ids=["llama", "gemma3"])
-def test_both_containers_of_one_model_give_the_same_logits(make: Callable[[], Witness], tmp_path: Path) -> None:
-    reference, ids = make(), token_ids(60)
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2-windows", "qwen3-windows", "gemma3"])
+def test_both_containers_of_one_model_give_the_same_logits(case: str, tmp_path: Path) -> None:
+    reference, ids = CASES[case](), token_ids(60)
     reference.write_gguf(tmp_path / "model.gguf")
     logits: list[np.ndarray] = []
     for number, source in enumerate((tmp_path / "model.gguf", reference.save_hf(tmp_path / "hf"))):
@@ -122,8 +141,10 @@ def test_quantized_files_follow_the_dequantized_reference(kind: str, tmp_path: P
     assert max(divergences) <= (1e-5 if kind in ("F16", "BF16") else 5e-3)
 
 
-def test_mixed_formats_in_one_fused_layer(tmp_path: Path) -> None:
-    reference, ids = witness.llama(), token_ids(80)
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+def test_mixed_formats_in_one_fused_layer(case: str, tmp_path: Path) -> None:
+    """With biases and norms of heads too, which go with their part (vllm-gguf-plugin#107)."""
+    reference, ids = CASES[case](), token_ids(80)
     parts = {"*attn_q.weight": "Q5_0", "*attn_k.weight": "Q4_1", "*attn_v.weight": "Q8_0", "*ffn_up*": "Q4_0"}
     formats = {**parts, "*": "Q8_0"}
     held = reference.write_gguf(tmp_path / "model.gguf", formats)

@@ -117,6 +117,31 @@ def test_whole_artifacts_pass_over_more_than_512_positions(family: str, formats:
     assert "no op of" in report.text()
 
 
+WINDOWED: dict[str, Callable[[], witness.Witness]] = {
+    "mistral": witness.mistral,
+    "qwen2": lambda: witness.qwen2(use_sliding_window=True, sliding_window=8, max_window_layers=2),
+    "qwen3": lambda: witness.qwen3(
+        rope="yarn", head_dim=128, use_sliding_window=True, sliding_window=8, max_window_layers=2
+    ),  # transformers takes the heads of a Qwen3 GGUF for 128 wide
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("container", ["gguf", "safetensors"])
+def test_windows_are_the_references_too(family: str, container: str, tmp_path: Path) -> None:
+    """transformers drops the windows of a GGUF; the reference has them nevertheless."""
+    model = WINDOWED[family]()
+    source = tmp_path / ("model.gguf" if container == "gguf" else "folder")
+    if container == "gguf":
+        model.write_gguf(source)
+    else:
+        model.save_hf(source)
+    report = check(source, build(source, tmp_path / "artifact", "f32"))
+    assert report.ok, report.text()
+    assert report.logits.kl_max < 1e-6
+    assert max(op.own for op in report.ops) < 1e-4
+
+
 @pytest.mark.parametrize("formats", FORMATS)
 def test_fused_order(formats: str, built: Any, tmp_path: Path) -> None:
     source, artifact = built[f"llama-{formats}"]

@@ -108,6 +108,10 @@ class Witness:
         held.state_dict()[source].copy_(torch.from_numpy(np.ascontiguousarray(back)))
 
 
+# an epsilon that shows: with 1e-6 a norm that takes another one differs by less than the tolerance
+_SHAPED_LIKE_LLAMA: dict[str, Any] = {"num_hidden_layers": 4, "rms_norm_eps": 1e-3}
+
+
 def llama(*, rope: str = "none", tied: bool = False, bias: bool = False, seed: int = 0, **sizes: Any) -> Witness:
     """A tiny LlamaForCausalLM, randomised; ``rope`` names a row of ROPE, ``sizes`` override config fields."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,6 +120,33 @@ def llama(*, rope: str = "none", tied: bool = False, bias: bool = False, seed: i
               "attention_bias": bias, "mlp_bias": bias, **sizes}  # fmt: skip
     config = LlamaConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 5e5})
     return Witness("llama", _randomised(LlamaForCausalLM, config, seed))
+
+
+def mistral(*, rope: str = "none", seed: int = 0, **sizes: Any) -> Witness:
+    """A tiny MistralForCausalLM with a window of 8, randomised."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "head_dim": 16, "sliding_window": 8, **sizes}
+    config = MistralConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e4})
+    return Witness("llama", _randomised(MistralForCausalLM, config, seed))
+
+
+def qwen2(*, rope: str = "none", tied: bool = False, seed: int = 0, **sizes: Any) -> Witness:
+    """A tiny Qwen2ForCausalLM, randomised."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "tie_word_embeddings": tied, **sizes}
+    config = Qwen2Config(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
+    return Witness("qwen2", _randomised(Qwen2ForCausalLM, config, seed))
+
+
+def qwen3(*, rope: str = "none", tied: bool = False, bias: bool = False, seed: int = 0, **sizes: Any) -> Witness:
+    """A tiny Qwen3ForCausalLM whose heads are wider than hidden / heads, randomised."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "head_dim": 32, "tie_word_embeddings": tied, "attention_bias": bias}
+    config = Qwen3Config(**{**fields, **sizes}, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
+    return Witness("qwen3", _randomised(Qwen3ForCausalLM, config, seed))
 
 
 def gemma3(*, rope: str = "none", seed: int = 0, **sizes: Any) -> Witness:
@@ -230,8 +261,10 @@ def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if hasattr(config, "head_dim"):  # as converters do: only what config.json states
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters
     if arch == "gemma3":
@@ -239,7 +272,8 @@ def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     else:
-        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_rope_dimension_count(head_dim)
+        _windows(writer, config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_string(f"{arch}.rope.scaling.type", rope["rope_type"])
@@ -258,6 +292,15 @@ def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
     writer.add_token_merges(merges)
     writer.add_bos_token_id(len(tokens) - 1)
     writer.add_add_bos_token(False)
+
+
+def _windows(writer: Any, config: Any) -> None:
+    """The window, and which layers have it where not all do."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if window is not None:
+        writer.add_sliding_window(window)
+    if window is not None and kinds is not None:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
 
 
 def _rope_freqs(writer: Any, model: Any) -> None:

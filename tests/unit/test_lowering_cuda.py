@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_builder import FakeBuilder
-from tiny import compile_tiny
+from tiny import CONFIG, checkpoint, compile_tiny
 
 from tapeout.compiler.capture import check_capture
 from tapeout.compiler.devices import load_device
@@ -55,6 +55,60 @@ def test_larger_steps_feed_tensor_cores() -> None:
     layer[2:3] = ["rope_kv", "attention_prefill"]
     assert templates(results, "prefill.256") == ["embed", *layer, *layer]
     assert templates(results, "head.16") == ["gather", "rmsnorm", "linear"]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 64},
+    "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+    "Qwen3ForCausalLM": {"head_dim": 32, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+}
+WINDOWS = {"MistralForCausalLM": [64, 64], "Qwen2ForCausalLM": [0, 64], "Qwen3ForCausalLM": [0, 64]}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize("default", ["keep", "q4_0"])
+def test_norms_of_heads_biases_and_windows_are_within_the_kernels(architecture: str, default: str) -> None:
+    config = {**CONFIG, "architectures": [architecture], **FAMILIES[architecture]}
+    results = lower(source=checkpoint(config=config), quantization=Quantization(default=default))
+    layer = ["gemv", "attention_decode", "gemv", "gemv", "gemv"]
+    assert templates(results, "decode.1") == ["embed", *layer, *layer, "gemv", "sample"]
+    layer = ["rmsnorm", "linear", "rope_kv", "attention_prefill", "linear", "rmsnorm", "linear", "linear"]
+    assert templates(results, "prefill.256") == ["embed", *layer, *layer]
+    kernels: Any = results.get(SelectedModel).kernels
+    window = {built.kernel.name: dict(built.kernel.defines).get("WINDOW") for built in kernels}
+    for name in ("decode.1", "decode.4", "decode.16", "prefill.32", "prefill.256"):
+        attention = [launch.kernel for launch in launches(results, name) if "attention" in launch.kernel]
+        assert [window[kernel] for kernel in attention] == WINDOWS[architecture]
+        text = " ".join(str(launch.args) for launch in launches(results, name))
+        for at in ("model.layers.0.self_attn", "model.layers.1.self_attn"):
+            assert (f"'{at}.qkv_proj.bias'" in text) == (architecture == "Qwen2ForCausalLM")
+            assert (f"'{at}.q_norm'" in text and f"'{at}.k_norm'" in text) == (architecture == "Qwen3ForCausalLM")
+
+
+# hidden, ffn, heads, kv heads, head size, vocabulary
+SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "mistral-7b": ("MistralForCausalLM", (4096, 14336, 32, 8, 128, 32768)),
+    "mistral-nemo": ("MistralForCausalLM", (5120, 14336, 32, 8, 128, 131072)),
+    "qwen2.5-0.5b": ("Qwen2ForCausalLM", (896, 4864, 14, 2, 64, 151936)),
+    "qwen2.5-7b": ("Qwen2ForCausalLM", (3584, 18944, 28, 4, 128, 152064)),
+    "qwen3-0.6b": ("Qwen3ForCausalLM", (1024, 3072, 16, 8, 128, 151936)),
+    "qwen3-32b": ("Qwen3ForCausalLM", (5120, 25600, 64, 8, 128, 151936)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_bucket_of_real_shapes_finds_kernels(name: str) -> None:
+    """Seven heads of one KV head, heads wider together than the residual stream, rows of uneven widths."""
+    architecture, (hidden, ffn, heads, kv_heads, head_dim, vocab) = SHAPES[name]
+    config = {**CONFIG, "architectures": [architecture], "hidden_size": hidden, "intermediate_size": ffn,
+              "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+              "vocab_size": vocab, "num_hidden_layers": 1}  # fmt: skip
+    results = lower(source=checkpoint(config=config))
+    assert templates(results, "decode.1").count("attention_decode") == 1
+    assert "attention_prefill" in templates(results, "prefill.256")
+    built: Any = results.get(SelectedModel).kernels
+    room = load_device("h200").shared_per_block
+    assert all(each.kernel.shared <= room for each in built)
 
 
 def test_a_norm_rides_on_the_product_that_reads_it() -> None:

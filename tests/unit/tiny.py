@@ -19,8 +19,16 @@ CONFIG: Mapping[str, Any] = {**small_model.CONFIG, "vocab_size": 128, "max_posit
 
 
 def shapes(config: Mapping[str, Any] = CONFIG) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of a Llama config."""
-    return small_model.shapes(config)
+    """Tensor names and shapes of a config of Llama or of a family of its shape."""
+    found = small_model.shapes(config)
+    sizes = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"], "v": config["num_key_value_heads"]}
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}.self_attn"
+        if config["architectures"] == ["Qwen2ForCausalLM"]:
+            found |= {f"{at}.{part}_proj.bias": (heads * config["head_dim"],) for part, heads in sizes.items()}
+        if config["architectures"] == ["Qwen3ForCausalLM"]:
+            found |= {f"{at}.{part}_norm.weight": (config["head_dim"],) for part in "qk"}
+    return found
 
 
 def checkpoint(
