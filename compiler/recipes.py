@@ -34,7 +34,7 @@ class Recipe:
 
     @property
     def format(self) -> str:
-        """Name of the number format of the result, an entry of FORMATS."""
+        """Name of the number format of the result, an entry of FORMATS; what an Unpack reads may be in a carrier."""
         return self.inputs[0].format
 
     @property
@@ -191,15 +191,60 @@ def joined(parts: Sequence[Recipe]) -> Recipe:
     if isinstance(first, Convert) and FORMATS[first.format].tiles:
         sources = [part.source for part in parts if isinstance(part, Convert)]
         assert len(sources) == len(parts), [part.op for part in parts]
-        return Convert(Concat(tuple(sources)), first.to)
+        return Convert(joined(sources), first.to)
     return Concat(tuple(parts))
 
 
 def joins_with(recipe: Recipe) -> str:
-    """What recipes that can be ``joined`` agree in: the format, and what it is converted from where that matters."""
-    if isinstance(recipe, Convert) and FORMATS[recipe.format].tiles:
-        return f"{recipe.to} from {recipe.source.format}"
-    return recipe.format
+    """What recipes that can be ``joined`` agree in: the format, and what it is converted from where that matters.
+
+    Scales that come from the checkpoint stay as they are, so its parts join only where their tiles meet.
+    """
+    tiles = FORMATS[recipe.format].tiles
+    if tiles and isinstance(recipe, Convert):
+        return f"{recipe.to} from {joins_with(recipe.source)}"
+    apart = tiles and (not tiles[0] or recipe.shape[0] % tiles[0])
+    return f"{recipe.format} {recipe.digest}" if apart else recipe.format
+
+
+@dataclass(frozen=True)
+class Unpack(Recipe):
+    """A matrix [N, K] that another tool packed in tensors of its own, in the format ``to``: its codes and scales.
+
+    ``packing`` says how (formats.md 4.2 to 4.7):
+
+    - pack-quantized: ``codes`` i32 [N, K/8], ``scales`` [N, groups], ``zeros`` i32 [N/8, groups];
+    - gptq, gptq_v2: ``codes`` i32 [K/8, N], ``scales`` [groups, N], ``zeros`` i32 [groups, N/8];
+    - awq: ``codes`` i32 [K, N/8], ``scales`` [groups, N], ``zeros`` i32 [groups, N/8];
+    - fp8: ``codes`` e4m3 [N, K], ``scales`` of the tensor or of each 128 x 128 block.
+    """
+
+    op = "unpack"
+    packing: str
+    to: str
+    codes: Read
+    scales: Read
+    zeros: Read | None = None
+
+    def __post_init__(self) -> None:
+        FORMATS[self.to].row_bytes(self.shape[1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix, not what it is packed in."""
+        first, second = self.codes.shape
+        return {
+            "pack-quantized": (first, 8 * second),
+            "gptq": (second, 8 * first),
+            "gptq_v2": (second, 8 * first),
+            "awq": (8 * second, first),
+            "fp8": (first, second),
+        }[self.packing]
+
+    @property
+    def format(self) -> str:
+        """The format that holds the same numbers."""
+        return self.to
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ def fuse_weights(quantized: QuantizedModel) -> FusedModel:
     """Join neighbours that declare the same ``fuse`` group, input, format and presence of a bias."""
     graph = quantized.logical.graph
     slots, recipes = dict(graph.slots), dict(quantized.recipes)
+    formats = {name: recipe.format for name, recipe in quantized.recipes}
     ops: list[Op] = []
     decisions: list[Decision] = []
 
@@ -28,7 +29,7 @@ def fuse_weights(quantized: QuantizedModel) -> FusedModel:
         else:
             ops.append(_join(parts, slots, recipes))
         if parts[0].fuse:
-            decisions.append(_decide(parts, graph))
+            decisions.append(_decide(parts, graph, formats))
     fused = Graph(tuple(ops), tuple(slots.values()), graph.output)
     return FusedModel(quantized, fused, tuple((name, recipes[name]) for name in slots), merge_decisions(decisions))
 
@@ -57,7 +58,7 @@ def _fused_name(parts: list[Op]) -> str:
     return parts[0].fuse if joined == last else f"{at}.{joined}"
 
 
-def _decide(parts: list[Op], graph: Graph) -> Decision:
+def _decide(parts: list[Op], graph: Graph, formats: dict[str, str]) -> Decision:
     group = [op for op in graph.ops if op.fuse == parts[0].fuse]
     names = ", ".join(op.name.rpartition(".")[2] for op in parts)
     if len(parts) == len(group):
@@ -65,5 +66,7 @@ def _decide(parts: list[Op], graph: Graph) -> Decision:
             "fuse_weights", parts[0].fuse, f"one matrix: {names}", "same input and format, in declared order"
         )
     why = "their number formats differ, and requantizing one would change its values"
+    if len({formats[op.weights[0]] for op in group}) == 1:
+        why = "rows that share scales join in whole tiles of one format, and the checkpoint's scales stay as they are"
     choice = f"kept apart: {names}" if len(parts) == 1 else f"one matrix: {names}"
     return Decision("fuse_weights", parts[0].fuse, choice, why, (("one matrix for the whole group", why),))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tapeout.compiler.checkpoints import Checkpoint, TensorInfo
+from tapeout.compiler.checkpoints import Checkpoint
+from tapeout.compiler.checkpoints.quantized import weights_of
 from tapeout.compiler.guards import is_list
 from tapeout.compiler.ir import Builder, Weight
 from tapeout.compiler.models import find_family
 from tapeout.compiler.models.base import Config, Family, Sources
-from tapeout.compiler.recipes import Convert, Divide, Read, Recipe
+from tapeout.compiler.recipes import Convert, Divide, Recipe
 from tapeout.compiler.spec import Model
 from tapeout.compiler.stages import LogicalModel
 from tapeout.runtime.errors import TapeoutError
@@ -92,45 +94,48 @@ class _Filler:
         self, family: Family, sources: Sources, checkpoint: Checkpoint, constants: Mapping[str, Recipe]
     ) -> None:
         self.family, self.sources, self.checkpoint, self.constants = family, sources, checkpoint, constants
+        self.weights = weights_of(checkpoint)
         self.used: dict[str, str] = {}
 
-    def find(self, slot: str) -> TensorInfo | None:
+    def find(self, slot: str) -> tuple[str, Recipe] | None:
         name = self.sources.name(slot)
-        found = [spelling for spelling in dict.fromkeys(_spellings(name)) if spelling in self.checkpoint.tensors]
+        recipes = [(spelling, self.weights.find(spelling)) for spelling in dict.fromkeys(_spellings(name))]
+        found = [(spelling, recipe) for spelling, recipe in recipes if recipe is not None]
         if len(found) > 1:
+            listed = " and ".join(spelling for spelling, _ in found)
             raise TapeoutError(
-                f"{self.checkpoint.path}: {slot} could come from {' and '.join(found)}; a slot has exactly one source"
+                f"{self.checkpoint.path}: {slot} could come from {listed}; a slot has exactly one source"
             )
-        return self.checkpoint.tensors[found[0]] if found else None
+        return found[0] if found else None
 
     def fill(self, slot: Weight) -> Recipe:
-        info = self.find(slot.name)
+        found = self.find(slot.name)
         constant = self.constants.get(slot.name)
-        if info is None:
+        if found is None:
             if constant is not None:
                 return constant
             raise TapeoutError(
                 f"{self.checkpoint.path}: tensor {self.sources.name(slot.name)} is missing; "
                 f"the family {self.family.name} needs it with shape {list(slot.shape)}"
             )
-        if info.shape != slot.shape:
+        name, recipe = found
+        if recipe.shape != slot.shape:
             raise TapeoutError(
-                f"{self.checkpoint.path}: tensor {info.name} has shape {list(info.shape)}, "
+                f"{self.checkpoint.path}: tensor {name} has shape {list(recipe.shape)}, "
                 f"but the config says {list(slot.shape)}"
             )
-        self.used[info.name] = slot.name
-        recipe: Recipe = Read(info.name, info.shape, info.format)
-        if len(info.shape) == 1 and info.format != "f32":
+        self.used |= {read.tensor: slot.name for read in recipe.reads()}
+        if len(recipe.shape) == 1 and recipe.format != "f32":
             recipe = Convert(recipe, "f32")
         recipe = self.sources.adapt(slot.name, recipe)
         return Divide(constant, recipe) if constant is not None else recipe
 
     def leftovers(self, tied: bool) -> Iterator[tuple[str, str]]:
         for name in self.checkpoint.tensors:
-            if name in self.used:
+            if name in self.used or name in self.weights.checked:
                 continue
-            reason = self.sources.ignore(name)
-            if reason is None and tied and name.endswith("lm_head.weight"):
+            reason = self.sources.ignore(name) or self.weights.spare(name)
+            if reason is None and tied and re.search(r"lm_head\.(?!bias$)\w+$", name):
                 reason = "the head is tied to the embedding"
             if reason is None:
                 raise TapeoutError(

@@ -5,17 +5,18 @@ Opening reads headers only; ``Checkpoint.read_rows`` fetches bytes, a bounded nu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
 
-from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.formats import row_bytes
 from tapeout.compiler.formats.base import Bytes
 from tapeout.runtime.errors import TapeoutError
 
@@ -24,7 +25,10 @@ MAX_NAME = 1024  # bytes or characters of a tensor's or key's name: far above an
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor: ``shape`` in numpy order ([out, in]), ``format`` of FORMATS, ``offset`` from the file's start."""
+    """One tensor: ``shape`` in numpy order ([out, in]), ``offset`` from the file's start.
+
+    ``format`` is of FORMATS, or where the tensor is a part of a packed weight of CARRIERS.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +45,7 @@ class TensorInfo:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row along the last axis."""
-        return FORMATS[self.format].row_bytes(self.shape[-1] if self.shape else 1)
+        return row_bytes(self.format, self.shape[-1] if self.shape else 1)
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,24 @@ class Checkpoint:
         Raises TapeoutError when the file has changed since the checkpoint was opened.
         """
         assert 0 <= start <= stop <= info.rows, (info.name, start, stop)
-        row_bytes = info.row_bytes
-        out = np.empty((stop - start, row_bytes), np.uint8)
-        view = out.reshape(-1).data
+        out = np.empty((stop - start, info.row_bytes), np.uint8)
+        with self._opened(info) as fd:
+            _fill(fd, out.reshape(-1).data, info.offset + start * info.row_bytes, info)
+        return out
+
+    def read_columns(self, info: TensorInfo, start: int, stop: int) -> Bytes:
+        """Bytes of columns [start, stop) of all rows, uint8 [rows, bytes]. Raises like ``read_rows``."""
+        size = row_bytes(info.format, 1)
+        assert 0 <= start <= stop <= info.shape[-1], (info.name, start, stop)
+        out = np.empty((info.rows, (stop - start) * size), np.uint8)
+        with self._opened(info) as fd:
+            for row in range(info.rows):
+                _fill(fd, out[row].data, info.offset + row * info.row_bytes + start * size, info)
+        return out
+
+    @contextlib.contextmanager
+    def _opened(self, info: TensorInfo) -> Generator[int]:
+        """The tensor's file, which must be the one that was opened."""
         known = next(each for each in self.files if each.path == info.file)
         try:
             fd = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
@@ -111,15 +130,19 @@ class Checkpoint:
         try:
             if FileIdentity.of(info.file, os.fstat(fd)) != known:
                 raise TapeoutError(f"{info.file}: the file changed while it was being read; compile again")
-            done, offset = 0, info.offset + start * row_bytes
-            while done < len(view):
-                got = os.preadv(fd, [view[done:]], offset + done)
-                if got == 0:
-                    raise TapeoutError(f"{info.file}: ends inside tensor {info.name!r}; the file was cut while in use")
-                done += got
+            yield fd
         finally:
             os.close(fd)
-        return out
+
+
+def _fill(fd: int, view: memoryview, offset: int, info: TensorInfo) -> None:
+    """Fill ``view`` with the bytes of the file from ``offset`` on."""
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if got == 0:
+            raise TapeoutError(f"{info.file}: ends inside tensor {info.name!r}; the file was cut while in use")
+        done += got
 
 
 def sorted_tensors(tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:

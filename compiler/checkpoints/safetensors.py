@@ -146,10 +146,10 @@ def _choose(
 
 def _tensor(shard: Path, entry: Entry) -> TensorInfo:
     try:
-        form = by_safetensors(entry.dtype)
+        name = by_safetensors(entry.dtype)
     except TapeoutError as error:
         raise TapeoutError(f"{shard}: tensor {entry.name!r} has dtype {entry.dtype}: {error}") from error
-    return TensorInfo(entry.name, entry.shape, form.name, shard, entry.begin, entry.end - entry.begin)
+    return TensorInfo(entry.name, entry.shape, name, shard, entry.begin, entry.end - entry.begin)
 
 
 def read_header(path: Path) -> dict[str, Entry]:

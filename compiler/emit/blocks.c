@@ -79,13 +79,15 @@ TAKE(q6_k) {
     memcpy(to->sub, b + 192, 16);
 }
 
-/* int4: [d bfloat16][zero, where blocks have one][nibbles]; each 32 elements as in Q4_0. */
+/* int4: [d][zero, where blocks have one][nibbles]; each 32 elements as in Q4_0. */
 static void four_bits(const uint8_t *restrict qs, uint8_t *restrict codes, int n) {
     for (int k = 0; k < n; k += 32, qs += 16) nibbles(qs, codes + k);
 }
 TAKE(int4_g32) { four_bits(b + 2, to->codes, 32); }
 TAKE(int4_g64) { four_bits(b + 2, to->codes, 64); }
 TAKE(int4_g128) { four_bits(b + 2, to->codes, 128); }
+TAKE(int4_g32_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 32); }
+TAKE(int4_g64_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 64); }
 TAKE(int4_g128_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 128); }
 
 static const format formats[] = {
@@ -103,6 +105,10 @@ static const format formats[] = {
     [202] = {34, 64, 64, 4, 0, 0, 0, 0, take_int4_g64, .lines_at = 2, .bf16 = 1},
     [203] = {66, 128, 128, 4, 0, 0, 0, 0, take_int4_g128, .lines_at = 2, .bf16 = 1},
     [204] = {67, 128, 128, 4, 0, 0, 0, 0, take_int4_g128_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2, .bf16 = 1},
+    [207] = {19, 32, 32, 4, 0, 0, 0, 0, take_int4_g32_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2, .bf16 = 1},
+    [208] = {35, 64, 64, 4, 0, 0, 0, 0, take_int4_g64_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2, .bf16 = 1},
+    [209] = {19, 32, 32, 4, 0, 0, 0, 0, take_int4_g32_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2},
+    [210] = {67, 128, 128, 4, 0, 0, 0, 0, take_int4_g128_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2},
 };
 
 const format *tp_format(int id) {

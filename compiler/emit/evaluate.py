@@ -6,12 +6,14 @@ import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from tapeout.compiler.checkpoints.base import Checkpoint
 from tapeout.compiler.emit.native import Native
+from tapeout.compiler.emit.unpack import Unpacker
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes, Floats
 from tapeout.compiler.recipes import (
@@ -26,6 +28,7 @@ from tapeout.compiler.recipes import (
     Read,
     Recipe,
     Rows,
+    Unpack,
 )
 from tapeout.runtime.errors import TapeoutError
 
@@ -71,6 +74,11 @@ class Evaluator:
     _largest_of: dict[Recipe, float] = field(default_factory=dict[Recipe, float], init=False)
     _largest_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
+    @cached_property
+    def unpacker(self) -> Unpacker:
+        """What unpacks weights of other tools."""
+        return Unpacker(self.checkpoint)
+
     def rows(self, recipe: Recipe, start: int, stop: int, errors: ErrorSums) -> Bytes:  # noqa: PLR0911 - one a recipe
         """Rows [start, stop) of a recipe as uint8 [stop - start, row_bytes] in its format.
 
@@ -78,7 +86,7 @@ class Evaluator:
         weights and for values that the target format cannot hold, naming tensor and row.
         """
         match recipe:
-            case Read():
+            case Read() | Unpack():
                 return self._read(recipe, start, stop)
             case Rows():
                 return self.rows(recipe.source, recipe.start + start, recipe.start + stop, errors)
@@ -100,15 +108,18 @@ class Evaluator:
             case Pack() | _:
                 raise AssertionError(f"{type(recipe).__name__} has no rows")
 
-    def _read(self, recipe: Read, start: int, stop: int) -> Bytes:
-        info = self.checkpoint.tensors[recipe.tensor]
-        assert (info.shape, info.format) == (recipe.shape, recipe.format), recipe.tensor
-        if len(info.shape) == 1:
+    def _read(self, recipe: Read | Unpack, start: int, stop: int) -> Bytes:
+        """Rows as the checkpoint has them, which must be finite."""
+        info = self.checkpoint.tensors[next(recipe.reads()).tensor]
+        if isinstance(recipe, Unpack):
+            data = self.unpacker.rows(recipe, start, stop)
+        elif len(recipe.shape) == 1:
             size = FORMATS[info.format].row_bytes(1)
             data = np.ascontiguousarray(self.checkpoint.read_rows(info, 0, 1).reshape(-1, size)[start:stop])
         else:
+            assert (info.shape, info.format) == (recipe.shape, recipe.format), recipe.tensor
             data = self.checkpoint.read_rows(info, start, stop)
-        bad = self.native.first_not_finite(info.format, data)
+        bad = self.native.first_not_finite(recipe.format, data)
         if bad is not None:
             raise TapeoutError(
                 f"{info.file}: tensor {info.name!r} has NaN/Inf weights in row {start + bad}; "
@@ -204,6 +215,8 @@ def _origin(recipe: Recipe, row: int) -> tuple[str, int] | None:
     match recipe:
         case Read():
             return recipe.tensor, row
+        case Unpack():
+            return recipe.codes.tensor, row
         case Rows():
             return _origin(recipe.source, recipe.start + row)
         case HalvesFromPairs():

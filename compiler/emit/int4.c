@@ -1,4 +1,4 @@
-/* Groups of four-bit integers under a bfloat16 scale, operation for operation as compiler/formats/int4.py.
+/* Groups of four-bit integers under a scale, operation for operation as compiler/formats/int4.py.
  *
  * A group's sums run in eight lanes, which are then added in a fixed order. No state and no allocation.
  */
@@ -166,6 +166,8 @@ int tp_encode_int4(const format *f, const float *src, uint8_t *dst) {
 void tp_decode_int4(const format *f, const uint8_t *src, float *dst) {
     parts p = {.zero = 8};
     tp_take(f, src, &p);
-    float d = of_upper(p.d), zero = (float)p.zero;
+    _Float16 half;
+    memcpy(&half, &p.d, 2);
+    float d = f->bf16 ? of_upper(p.d) : (float)half, zero = (float)p.zero;
     for (int i = 0; i < f->super; i++) dst[i] = ((float)p.codes[i] - zero) * d;
 }

@@ -716,7 +716,7 @@ static void decode_block(int format, const uint8_t *src, float *dst) {
     case Q5_K: decode_q45_k(src, dst, 5); break;
     case Q6_K: decode_q6_k(src, dst); break;
     default:
-        if (tp_format(format)->bf16) tp_decode_int4(tp_format(format), src, dst);
+        if (tp_format(format)->bf16 || tp_format(format)->has_zero) tp_decode_int4(tp_format(format), src, dst);
         else decode_legacy(format, src, dst);
     }
 }

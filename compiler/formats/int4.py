@@ -1,8 +1,10 @@
-"""Four-bit integers in groups along K under one bfloat16 scale: int4_g32, int4_g64, int4_g128, int4_g128_zp.
+"""Four-bit integers in groups along K under one scale: int4_g32, int4_g64, int4_g128, with zero points also _zp.
 
-``value = d * (code - zero)``, code 0..15; zero is 8, or in the _zp format an integer 0..15 of the group. These are the
-numbers of compressed-tensors' pack-quantized checkpoints. A block is one group: d, the zero where there is one, then
-for each 32 elements 16 bytes as in Q4_0 (low nibbles are elements 0..15, high nibbles 16..31).
+``value = d * (code - zero)``, code 0..15; zero is 8, or in the _zp formats an integer 0..15 of the group. d is
+bfloat16; in the _f16 formats, which are read and not written, float16. These are the numbers of compressed-tensors'
+pack-quantized checkpoints, of GPTQ and of AWQ. A block is one group: d, the zero where there is one, then for each 32
+elements 16 bytes as in Q4_0 (low nibbles are elements 0..15, high nibbles 16..31), which is itself the format of groups
+under a float16 scale without zero points.
 
 Encoding searches the scale of least squared error: a grid of ranges, each followed by least squares, refined twice,
 then the bfloat16 neighbours of the best. ``emit/quantize_int4.c`` is the same search, operation for operation: sums
@@ -12,10 +14,11 @@ run in eight lanes along the group, which are then added in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
-from tapeout.compiler.formats.affine import blocks_of, check_finite, decoder, flat
+from tapeout.compiler.formats.affine import blocks_of, check_finite, decoder, flat, half
 from tapeout.compiler.formats.base import Bytes, Codes, Floats, Format
 
 LIMIT = 2.0**60
@@ -25,15 +28,15 @@ _CHUNK = 4096
 _f = np.float32
 
 
-def _codes(data: Bytes, group: int, zeros: bool) -> Codes:
+def _codes(data: Bytes, group: int, zeros: bool, d_type: Literal["f16", "bf16"]) -> Codes:
     head = 3 if zeros else 2
     blocks = blocks_of(data, head + group // 2)
     packed = blocks[..., head:].reshape(*blocks.shape[:2], group // 32, 1, 16)
     nibbles = np.concatenate((packed & np.uint8(15), packed >> np.uint8(4)), axis=-2)
     upper = np.ascontiguousarray(blocks[..., :2]).view("<u2")[..., 0].astype(np.uint32)
-    d = (upper << np.uint32(16)).view(np.float32)
+    d = half(blocks, 0) if d_type == "f16" else (upper << np.uint32(16)).view(np.float32)
     own = np.ascontiguousarray(blocks[..., 2]) if zeros else None
-    return Codes(4, group, group, 0 if zeros else 8, flat(nibbles), d, zeros=own, d_type="bf16")
+    return Codes(4, group, group, 0 if zeros else 8, flat(nibbles), d, zeros=own, d_type=d_type)
 
 
 def _encode(data: Floats, group: int, zeros: bool) -> Bytes:
@@ -143,21 +146,28 @@ def _sum(terms: Floats) -> Floats:
     return np.add(two[:, 0], two[:, 1])
 
 
-def _format(name: str, number: int, group: int, zeros: bool = False) -> Format:
+def _format(name: str, number: int, group: int) -> Format:
+    zeros = "_zp" in name
+    d_type: Literal["f16", "bf16"] = "f16" if name.endswith("_f16") else "bf16"
+
     def codes(data: Bytes) -> Codes:
-        return _codes(data, group, zeros)
+        return _codes(data, group, zeros, d_type)
 
     def encode(data: Floats) -> Bytes:
         return _encode(data, group, zeros)
 
     decode: Callable[[Bytes], Floats] = decoder(codes)
     nbytes = 2 + zeros + group // 2
-    return Format(name, group, nbytes, decode, encode, codes, own_number=number)
+    return Format(name, group, nbytes, decode, encode if d_type == "bf16" else None, codes, own_number=number)
 
 
 INT4: dict[str, Format] = {
     "int4_g32": _format("int4_g32", 201, 32),
     "int4_g64": _format("int4_g64", 202, 64),
     "int4_g128": _format("int4_g128", 203, 128),
-    "int4_g128_zp": _format("int4_g128_zp", 204, 128, zeros=True),
+    "int4_g32_zp": _format("int4_g32_zp", 207, 32),
+    "int4_g64_zp": _format("int4_g64_zp", 208, 64),
+    "int4_g128_zp": _format("int4_g128_zp", 204, 128),
+    "int4_g32_zp_f16": _format("int4_g32_zp_f16", 209, 32),
+    "int4_g128_zp_f16": _format("int4_g128_zp_f16", 210, 128),
 }

@@ -39,7 +39,10 @@ def lower_cpu(fused: FusedModel, device: CpuDevice, serving: Serving) -> Selecte
     for name, recipe in fused.recipes:
         if len(recipe.shape) == 2 and not tile16_holds(recipe.format):
             served = ", ".join(known for known in FORMATS if tile16_holds(known))
-            raise TapeoutError(f"{name}: no CPU kernel serves {recipe.format}; those that it could be are {served}")
+            raise TapeoutError(
+                f"{name}: no CPU kernel serves {recipe.format}; quantization.default or a rule can convert it, with "
+                f"allow_requantize true, best to q8_0; those that it could be are {served}"
+            )
     lowering = _CpuLowering(fused, device, serving)
     for op in fused.graph.ops:
         lowering.lower(op)

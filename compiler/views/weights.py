@@ -62,7 +62,7 @@ def _is_recipe(value: Any) -> bool:
 
 def fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """What a step says besides its inputs."""
-    own = {name: value for name, value in recipe.items() if name != "op" and not _is_recipe(value)}
+    own = {name: value for name, value in recipe.items() if name != "op" and not (value is None or _is_recipe(value))}
     return {name: value for name, value in own.items() if not (is_list(value) and any(map(_is_recipe, value)))}
 
 

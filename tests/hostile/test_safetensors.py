@@ -132,8 +132,8 @@ def test_offsets(tmp_path: Path) -> None:
 def test_dtypes(tmp_path: Path) -> None:
     text = refused_header(tmp_path, {"a": entry(0, 8, dtype="F31")}, bytes(8))
     assert text.startswith("tensor 'a' has unknown dtype 'F31'; known: BOOL, U8, I8, ")
-    text = refused_header(tmp_path, {"a": entry(0, 8, dtype="I32")}, bytes(8))
-    assert text.startswith("tensor 'a' has dtype I32: unknown quantization type 'I32' in safetensors; known dtypes: ")
+    text = refused_header(tmp_path, {"a": entry(0, 8, dtype="U32")}, bytes(8))
+    assert text.startswith("tensor 'a' has dtype U32: unknown quantization type 'U32' in safetensors; known dtypes: ")
     assert all(name in text for name in ("F32", "F16", "BF16"))
 
 

@@ -11,7 +11,8 @@ from tapeout.compiler.formats import FORMATS, Format
 from tapeout.compiler.formats.fp8 import e4m3_values, to_e4m3
 
 Array = npt.NDArray[np.float32]
-INT4 = {"int4_g32": 32, "int4_g64": 64, "int4_g128": 128, "int4_g128_zp": 128}
+INT4 = {"int4_g32": 32, "int4_g64": 64, "int4_g128": 128, "int4_g32_zp": 32, "int4_g64_zp": 64, "int4_g128_zp": 128}
+READ = {"int4_g32_zp_f16": 32, "int4_g128_zp_f16": 128}
 
 
 def encoded(form: Format, data: Array) -> npt.NDArray[np.uint8]:
@@ -70,14 +71,15 @@ def test_fp8_is_absmax_over_448_of_a_tensor_or_a_block(kind: str) -> None:
                 np.testing.assert_array_equal(got[row : row + tile, k : k + tile], wanted)
 
 
-@pytest.mark.parametrize("name", INT4)
+@pytest.mark.parametrize("name", [*INT4, *READ])
 def test_int4_decodes_by_the_formula(name: str) -> None:
-    """Own reading of the block: bfloat16 scale, zero or 8, nibbles split by halves of 32; exact in float64."""
-    group, zeros = INT4[name], name.endswith("zp")
+    """Own reading of the block: scale, zero or 8, nibbles split by halves of 32; exact in float64."""
+    group, zeros = {**INT4, **READ}[name], "_zp" in name
     rng = np.random.default_rng(9)
     head = 3 if zeros else 2
     blocks = rng.integers(0, 256, (200, 4, head + group // 2), dtype=np.uint8)
-    scale = torch.from_numpy(rng.normal(size=(200, 4)) * 10.0 ** rng.uniform(-6, 2, (200, 4))).to(torch.bfloat16)
+    scale = torch.from_numpy(rng.normal(size=(200, 4)) * 10.0 ** rng.uniform(-6, 2, (200, 4)))
+    scale = scale.to(torch.float16 if name.endswith("f16") else torch.bfloat16)
     blocks[..., :2] = scale.view(torch.int16).numpy().view(np.uint8).reshape(200, 4, 2)
     expected = np.zeros((200, 4, group))
     for element in range(group):

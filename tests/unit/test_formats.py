@@ -163,11 +163,11 @@ def test_a_row_that_is_no_whole_number_of_blocks() -> None:
 
 def test_lookups() -> None:
     assert by_gguf_id(12).name == "q4_k"
-    assert by_safetensors("BF16").name == "bf16"
+    assert [by_safetensors(dtype) for dtype in ("BF16", "F8_E4M3", "I32")] == ["bf16", "e4m3", "i32"]
     assert {name: form.name for name, form in FORMATS.items()} == {name: name for name in FORMATS}
     with pytest.raises(TapeoutError, match=r"unknown quantization type 39 in GGUF; known types: 0 \(f32\), 1 \(f16\)"):
         by_gguf_id(39)
     with pytest.raises(
-        TapeoutError, match="unknown quantization type 'F8_E4M3' in safetensors; known dtypes: F32, F16"
+        TapeoutError, match="unknown quantization type 'I16' in safetensors; known dtypes: F32, F16, BF16, F8_E4M3, I32"
     ):
-        by_safetensors("F8_E4M3")
+        by_safetensors("I16")

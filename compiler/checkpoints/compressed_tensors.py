@@ -1,0 +1,227 @@
+"""compressed-tensors checkpoints: 4-bit integers in pack-quantized, e4m3 numbers in float-quantized.
+
+Which module has which scheme follows compressed-tensors: of the targets that match, exact names come first, then
+``re:`` patterns (matched from the start of the name), then classes; whatever ``ignore`` matches has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
+from tapeout.compiler.checkpoints.quantized import Weights
+from tapeout.compiler.guards import is_list, is_mapping
+from tapeout.compiler.models.base import Fields
+from tapeout.compiler.recipes import Unpack
+
+_ACTIVATIONS = "activations are not quantized to the scales of the checkpoint"
+_CACHE = "the KV cache has the type that the spec says"
+_PACKED, _FLOAT = ("pack-quantized",), ("float-quantized", "naive-quantized")
+_DENSE = ("dense", "fakequant")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the weights of a config group are quantized and stored; None where they are not."""
+
+    group: str
+    format: str
+    bits: int
+    type: str
+    strategy: str
+    group_size: int
+    symmetric: bool
+    block: tuple[int, ...]
+
+
+class CompressedTensors(Weights):
+    """Weights by config_groups, targets and ignore."""
+
+    packed_suffixes = (".weight_packed", ".weight")
+    spares: Mapping[str, str] = {
+        ".input_scale": _ACTIVATIONS,
+        ".input_zero_point": _ACTIVATIONS,
+        ".output_scale": _ACTIVATIONS,
+        ".output_zero_point": _ACTIVATIONS,
+        **{f".{part}_{field}": _CACHE for part in "qkv" for field in ("scale", "zero_point")},
+    }
+
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+        super().__init__(checkpoint, config)
+        for key in ("transform_config", "sparsity_config"):
+            value = config.get(key)
+            if value and not (is_mapping(value) and value.get("format") == "dense"):
+                self.refuse(f"{key} is set, which changes the weights; it must be absent, as it is not supported")
+        self.ignore = self._names(config.get("ignore"), "ignore")
+        self.schemes = self._schemes(config)
+
+    def _schemes(self, config: Mapping[str, Any]) -> dict[str, Scheme | None]:
+        """The scheme of each target, in the order in which targets are tried."""
+        groups: Any = config.get("config_groups")
+        if not is_mapping(groups) or not groups:
+            self.refuse("config_groups is missing or empty; it must say which modules are quantized, and how")
+        found: dict[str, tuple[str, Scheme | None]] = {}
+        for name, group in groups.items():
+            if not is_mapping(group):
+                self.refuse(f"config_groups.{name} is {group!r:.60}; it must be an object with targets and weights")
+            scheme = self._scheme(f"config_groups.{name}", group, self.fields)
+            for target in self._names(group.get("targets"), f"config_groups.{name}.targets"):
+                if target in found and found[target][1] != scheme:
+                    self.refuse(
+                        f"{found[target][0]} and config_groups.{name} both target {target!r}, with different weights; "
+                        "a module has one scheme"
+                    )
+                found[target] = f"config_groups.{name}", scheme
+        order = sorted(found, key=lambda target: (target.startswith("re:"), target))
+        return {target: found[target][1] for target in order}
+
+    def _scheme(self, where: str, group: Mapping[str, Any], top: Fields) -> Scheme | None:
+        raw: Any = group.get("weights")
+        if raw is None:
+            return None
+        if not is_mapping(raw):
+            self.refuse(f"{where}.weights is {raw!r:.60}; it must be an object")
+        fields = Fields(raw, f"{self.where}: {where}.weights")
+        size = raw.get("group_size")
+        strategy = raw.get("strategy")
+        if size is not None and (type(size) is not int or (size <= 0 and size != -1)):
+            self.refuse(f"{where}.weights.group_size is {size!r}; it must be a positive integer, or -1 for whole rows")
+        if strategy is None:
+            strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+        strategy = str(strategy).lower()
+        if (strategy == "group") != (size is not None and size > 0) and strategy != "tensor_group":
+            self.refuse(
+                f"{where}.weights has strategy {strategy!r} and group_size {size!r}, which contradict each other; "
+                "strategy group needs a group_size above zero, and no other has one"
+            )
+        if raw.get("actorder") not in (None, False, "weight", "static"):
+            self.refuse(
+                f"{where}.weights.actorder is {raw['actorder']!r}, which spreads a group over columns out of order; "
+                "formats here need groups of neighbours, as actorder weight or static give them"
+            )
+        block: Any = raw.get("block_structure")
+        if isinstance(block, str):
+            block = [int(part) if part.isdecimal() else part for part in block.split("x")]
+        stored = group.get("format") or top.raw.get("format")
+        return Scheme(
+            group=where,
+            format=str(stored),
+            bits=fields.integer("num_bits", 8),
+            type=str(raw.get("type", "int")).lower(),
+            strategy=strategy,
+            group_size=-1 if size is None else size,
+            symmetric=fields.flag("symmetric", True),
+            block=tuple(block) if is_list(block) else (),
+        )
+
+    def _names(self, value: Any, where: str) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if not is_list(value) or not all(isinstance(name, str) for name in value):
+            self.refuse(f"{where} is {value!r:.60}; it must be a list of names")
+        for name in value:
+            try:
+                re.compile(name.removeprefix("re:")) if name.startswith("re:") else None
+            except re.error as error:
+                self.refuse(f"{where} has the pattern {name!r}, which is no regular expression ({error})")
+        return tuple(value)
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """The scheme of a module, or None where its weight is not quantized."""
+        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        if any(_matches(module, target) or target == kind for target in self.ignore):
+            return None
+        named = next((target for target in self.schemes if _matches(module, target)), kind)
+        return self.schemes.get(named)
+
+    def check_plain(self, module: str, info: TensorInfo) -> None:
+        """A plain matrix must be one that the config leaves alone."""
+        scheme = self.scheme_of(module)
+        if scheme and scheme.format not in _DENSE:
+            self.refuse(
+                f"{scheme.group} quantizes {module} ({scheme.format}), but tensor {info.name!r} is plain "
+                f"{info.format}; name the module in ignore if that is right"
+            )
+
+    def unpack(self, module: str, codes: TensorInfo) -> Unpack:
+        """By the scheme, which the tensors must bear out."""
+        scheme = self.scheme_of(module)
+        if scheme is None:
+            self.refuse(
+                f"tensor {codes.name!r} holds {codes.format} codes, but no target of config_groups matches {module}, "
+                "or ignore does; a packed weight needs a scheme"
+            )
+        packed = codes.name.endswith("_packed")
+        legal = _PACKED if packed else _FLOAT
+        if scheme.format not in legal or codes.format != ("i32" if packed else "e4m3"):
+            self.refuse(
+                f"{scheme.group} says format {scheme.format!r} for {module}, whose tensor {codes.name!r} is "
+                f"{codes.format}; weights like that are {' or '.join(legal)}"
+            )
+        return self._int4(module, codes, scheme) if packed else self._fp8(module, codes, scheme)
+
+    def _int4(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
+        if (scheme.bits, scheme.type) != (4, "int") or scheme.strategy not in ("group", "channel"):
+            self.refuse(
+                f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}; "
+                "of pack-quantized weights 4-bit int in strategy group or channel are read"
+            )
+        if len(codes.shape) != 2:
+            self.refuse(f"tensor {codes.name!r} has shape {list(codes.shape)}; packed weights are matrices")
+        rows, k = codes.shape[0], 8 * codes.shape[1]
+        group = self.group_of(codes, k, scheme.group_size)
+        scales = self.companion(module, ".weight_scale", codes, ("bf16", "f16"))
+        self.check_shape(scales, (rows, k // group), f"groups of {group} over {[rows, k]}")
+        zeros = None
+        if not scheme.symmetric:
+            zeros = self.companion(module, ".weight_zero_point", codes, ("i32",))
+            self.check_shape(zeros, (-(-rows // 8), k // group), f"zero points of groups of {group} over {[rows, k]}")
+        elif module + ".weight_zero_point" in self.tensors:
+            self.refuse(
+                f"{scheme.group} is symmetric, but there is a tensor {module + '.weight_zero_point'!r}; "
+                "say symmetric: false if it counts"
+            )
+        self._check_stored_shape(module, (rows, k))
+        if module + ".weight_g_idx" in self.tensors:
+            self.refuse(
+                f"tensor {module + '.weight_g_idx'!r} spreads groups over columns out of order; formats here need "
+                "groups of neighbours, as actorder weight or static give them"
+            )
+        to = self.int4_format(codes, scales, zeros is not None, group)
+        return self.int4_weight("pack-quantized", (codes, scales, zeros), to)
+
+    def _check_stored_shape(self, module: str, shape: tuple[int, int]) -> None:
+        info = self.tensors.get(module + ".weight_shape")
+        if info is None:
+            return
+        self.checked.add(info.name)
+        stored = self.checkpoint.read(info.name).view("<i8" if info.format == "i64" else "<i4")
+        if not np.array_equal(stored.reshape(-1), shape):
+            self.refuse(
+                f"tensor {info.name!r} says {stored.reshape(-1).tolist()[:8]}, but the packed weight is {list(shape)}; "
+                "they must agree: the file is damaged"
+            )
+
+    def _fp8(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
+        blocks = scheme.strategy == "block" and scheme.block == (128, 128)
+        if (scheme.bits, scheme.type, scheme.symmetric) != (8, "float", True) or not (
+            blocks or scheme.strategy == "tensor"
+        ):
+            self.refuse(
+                f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}"
+                f"{' ' + 'x'.join(map(str, scheme.block)) if scheme.block else ''}; of float-quantized weights "
+                "symmetric 8-bit float with one scale a tensor, or a block of 128x128, are read"
+            )
+        scales = self.companion(module, ".weight_scale", codes, ("f32", "bf16", "f16"))
+        return self.fp8_weight(codes, scales, blocks)
+
+
+def _matches(module: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
