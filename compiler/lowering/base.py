@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tapeout.compiler.ir import Op
 from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.recipes import Pack
 from tapeout.compiler.stages import Buffer, Decision, FusedModel, PackedWeight, Span
+from tapeout.runtime.errors import TapeoutError
 
 HIDDEN = "hidden"
 
@@ -19,6 +22,17 @@ def packed(fused: FusedModel, layouts: dict[str, str]) -> tuple[PackedWeight, ..
         nbytes = packed_bytes(recipe.shape, recipe.format, layout)
         weights.append(PackedWeight(name, Pack(recipe, layout), slots[name].axes, layout, nbytes))
     return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
+
+
+def head_norm_eps(attention: Op, norms: Iterable[Op]) -> float:
+    """The eps of the norms on q and k, 0 without any. Raises TapeoutError where they differ: a kernel takes one."""
+    found = {norm.number("eps") for norm in norms}
+    if len(found) > 1:
+        low, high = min(found), max(found)
+        raise TapeoutError(
+            f"{attention.name}: q and k are normalised with eps {low} and {high}; kernels take one for both"
+        )
+    return found.pop() if found else 0.0
 
 
 class Lowering:

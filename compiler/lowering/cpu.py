@@ -8,7 +8,7 @@ from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import embed, linear, simple
 from tapeout.compiler.kernels.base import x8_bytes
 from tapeout.compiler.layouts import TILE_ROWS, packed_bytes, tile16_holds
-from tapeout.compiler.lowering.base import HIDDEN, Lowering, packed
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, head_norm_eps, packed
 from tapeout.compiler.lowering.buckets import cpu_buckets
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
@@ -246,7 +246,9 @@ class _CpuLowering(Lowering):
         rotated = [self.producer[name] for name in op.inputs[:2]]
         if any(rope.kind != "rope" for rope in rotated) or len({rope.weights for rope in rotated}) != 1:
             raise TapeoutError(f"{op.name}: the CPU kernel needs q and k rotated with one set of frequencies")
-        (q, q_norm, eps), (k, k_norm, _) = (self._before_rotation(rope) for rope in rotated)
+        (q, q_norm), (k, k_norm) = (self._before_rotation(rope) for rope in rotated)
+        before = (self.producer[rope.inputs[0]] for rope in rotated)
+        eps = head_norm_eps(op, [source for source in before if source.kind == "rmsnorm"])
         v, table = self.place[op.inputs[2]], self._table(rotated[0])
         layer, dtype = op.integer("layer"), self.serving.kv_dtype
         heads, kv_heads, head_dim = op.integer("heads"), op.integer("kv_heads"), op.integer("head_dim")
@@ -273,12 +275,12 @@ class _CpuLowering(Lowering):
         self._emit(simple.ATTENTION_COMBINE, op, read, (y, split), (y,), (Produced(op.name, 0, op.width),))
         self.layers[layer] = 2 * kv_heads * head_dim * KV_BYTES[dtype]
 
-    def _before_rotation(self, rope: Op) -> tuple[Span, Arg, float]:
-        """Where the unrotated value lies, and the weight and eps of a head norm to apply first."""
+    def _before_rotation(self, rope: Op) -> tuple[Span, Arg]:
+        """Where the unrotated value lies, and the weight of a head norm to apply first."""
         source = self.producer[rope.inputs[0]]
         if source.kind == "rmsnorm":
-            return self.place[source.inputs[0]], WeightRef(source.weights[0]), source.number("eps")
-        return self.place[rope.inputs[0]], 0, 0.0
+            return self.place[source.inputs[0]], WeightRef(source.weights[0])
+        return self.place[rope.inputs[0]], 0
 
     def _gated(self, op: Op) -> None:
         gate, up = (self.place[name] for name in op.inputs)

@@ -1,7 +1,8 @@
 """NVIDIA GPUs: every bucket is lowered on its own, since the best kernel for one row is not the best for two thousand.
 
-Steps of at most four rows keep all activations in float32 and read weights with `gemv`, which normalises its input on
-the way. Larger steps feed tensor cores: inputs of linear layers are bf16 (f16 or f32 where the weight is).
+Steps of at most four rows read weights with `gemv`, which normalises its input on the way; what passes from one product
+to the next is bf16 there, all else float32. Larger steps feed tensor cores: inputs of linear layers are bf16 (f16 or f32
+where the weight is).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels.cuda import attention, gemv, linear, small
 from tapeout.compiler.kernels.cuda.base import ADD, FLOAT_BYTES, GATED, STORE, Candidate
-from tapeout.compiler.lowering.base import HIDDEN, Lowering, packed
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, head_norm_eps, packed
 from tapeout.compiler.lowering.buckets import HEAD_ROWS, cuda_buckets
 from tapeout.compiler.lowering.choice import Choices, KernelBuilder, Pending
 from tapeout.compiler.spec import Serving
@@ -474,13 +475,12 @@ class _AttentionInput:
             raise TapeoutError(f"{op.name}: the GPU kernels need q and k rotated with one set of frequencies")
         norms: list[str] = []
         sources: list[str] = []
-        eps = 0.0
-        for rope in rotated:
-            source = lowering.producer[rope.inputs[0]]
+        before = [lowering.producer[rope.inputs[0]] for rope in rotated]
+        for rope, source in zip(rotated, before, strict=True):
             is_norm = source.kind == "rmsnorm"
             norms.append(source.weights[0] if is_norm else "")
             sources.append(source.inputs[0] if is_norm else rope.inputs[0])
-            eps = source.number("eps") if is_norm else eps
+        eps = head_norm_eps(op, [source for source in before if source.kind == "rmsnorm"])
         spans = [lowering.place[name] for name in (*sources, op.inputs[2])]
         if len({span.buffer for span in spans}) != 1 or bool(norms[0]) != bool(norms[1]):
             raise TapeoutError(

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from fake_builder import FakeBuilder
 
-from tapeout.compiler.devices import CudaDevice, load_device
+from tapeout.compiler.devices import CpuDevice, CudaDevice, load_device
 from tapeout.compiler.ir import Builder, Graph
 from tapeout.compiler.kernels.cuda.base import ADD, GATED_SILU, GpuKernel
+from tapeout.compiler.lowering.cpu import lower_cpu
 from tapeout.compiler.lowering.cuda import lower_cuda
 from tapeout.compiler.recipes import Read
 from tapeout.compiler.spec import Serving
-from tapeout.compiler.stages import BuiltKernel, LogicalModel, QuantizedModel, SelectedModel, Span
+from tapeout.compiler.stages import BuiltKernel, FusedModel, LogicalModel, QuantizedModel, SelectedModel, Span
 from tapeout.passes.fuse_weights import fuse_weights
 from tapeout.runtime.errors import TapeoutError
 
@@ -105,7 +106,7 @@ BLOCKS = (
 )
 
 
-def lower(block: Block) -> SelectedModel:
+def fused_with(block: Block) -> FusedModel:
     """One usual attention, then the block. Matrices are bf16; two are f16 and f32, and gate and up are f16."""
     b = Builder()
     x = b.embed("embed", 128, 64)
@@ -117,10 +118,13 @@ def lower(block: Block) -> SelectedModel:
         for slot in graph.weights
     )
     logical = LogicalModel("hand-made", "", (), graph, recipes, "", 0, (), 128, 256)
-    fused = fuse_weights(QuantizedModel(logical, recipes, (), ()))
+    return fuse_weights(QuantizedModel(logical, recipes, (), ()))
+
+
+def lower(block: Block) -> SelectedModel:
     device = load_device("h200")
     assert isinstance(device, CudaDevice)
-    return lower_cuda(fused, [device], Serving(max_sequences=16), FakeBuilder())
+    return lower_cuda(fused_with(block), [device], Serving(max_sequences=16), FakeBuilder())
 
 
 def added(*terms: str) -> str:
@@ -193,3 +197,20 @@ def test_branches_added_to_each_other_before_the_stream_are_refused() -> None:
 
     with pytest.raises(TapeoutError, match="both: the GPU kernels add into the residual stream, which neither"):
         lower(block)
+
+
+def test_head_norms_of_two_eps_are_refused() -> None:
+    def block(b: Builder, x: str) -> str:
+        q, k, v = (b.linear(name, x, 64, ("heads", "hidden"), fuse="qkv_proj") for name in "qkv")
+        q, k = b.rmsnorm("q_norm", q, 1e-5, 16), b.rmsnorm("k_norm", k, 1e-6, 16)
+        q, k = (b.rope(f"{name}_rope", name, "inv_freq", 16, 1.0) for name in (q, k))
+        attended = b.attention("attn", (q, k, v), layer=1, head_dim=16, scale=0.25, window=0)
+        return b.add("x1", x, b.linear("o", attended, 64, ("hidden", "heads")))
+
+    match = "attn: q and k are normalised with eps 1e-06 and 1e-05; kernels take one for both"
+    with pytest.raises(TapeoutError, match=match):
+        lower(block)
+    cpu = load_device("cpu")
+    assert isinstance(cpu, CpuDevice)
+    with pytest.raises(TapeoutError, match=match):
+        lower_cpu(fused_with(block), cpu, Serving())
