@@ -211,7 +211,7 @@ def joins_with(recipe: Recipe) -> str:
 class Unpack(Recipe):
     """A matrix [N, K] that another tool packed in tensors of its own, in the format ``to``: its codes and scales.
 
-    ``packing`` says how (formats.md 4.2 to 4.7):
+    ``packing`` says how:
 
     - pack-quantized: ``codes`` i32 [N, K/8], ``scales`` [N, groups], ``zeros`` i32 [N/8, groups];
     - gptq, gptq_v2: ``codes`` i32 [K/8, N], ``scales`` [groups, N], ``zeros`` i32 [groups, N/8];
@@ -249,7 +249,7 @@ class Unpack(Recipe):
 
 @dataclass(frozen=True)
 class HalvesFromPairs(Recipe):
-    """Undo the row order that GGUF's ``llama`` class gives q and k (see formats.md 3.4).
+    """Undo the row order that GGUF's ``llama`` class gives q and k (``permute`` of llama.cpp's convert_hf_to_gguf.py).
 
     Within each of ``heads`` equal groups of d rows, input row 2i + j becomes output row j * d/2 + i, so that rotary
     embedding pairs element i with element i + d/2.

@@ -1,6 +1,7 @@
 """AWQ checkpoints of 4 bits: ``qweight`` i32 [K, N/8], ``qzeros`` i32 [groups, N/8], ``scales`` [groups, N].
 
-Nibble i of a word, from the low ones up, holds column 0, 2, 4, 6, 1, 3, 5, 7 of its eight; zero points have no offset.
+Nibble i of a word, from the low ones up, holds column 0, 2, 4, 6, 1, 3, 5, 7 of its eight; zero points have no offset
+(AutoAWQ, ``packing_utils.py`` and ``modules/linear/gemm.py``).
 """
 
 from __future__ import annotations

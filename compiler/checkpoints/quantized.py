@@ -1,6 +1,6 @@
 """A checkpoint's tensors as weights: what a quantization_config says another tool packed becomes one recipe a weight.
 
-Families ask for ``X.weight`` and know nothing of this. Formats and sources: formats.md 4.2 to 4.7.
+Families ask for ``X.weight`` and know nothing of this. Each quant_method has a module, which says what it follows.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ _ROPE_KEYS = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_facto
 
 
 def rope_from_hf(fields: Fields, theta: float, dim: int, raw: Mapping[str, Any], max_context: int) -> Rope:
-    """A Rope from a Hugging Face ``rope_scaling`` or ``rope_parameters`` mapping (all spellings of formats.md 1.2).
+    """A Rope from a Hugging Face ``rope_scaling`` or ``rope_parameters`` mapping, in all spellings of transformers.
 
     Raises TapeoutError for a kind or a key that is not known, and for partial rotation.
     """

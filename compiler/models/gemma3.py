@@ -70,7 +70,7 @@ def parse_hf(raw: Mapping[str, Any]) -> Gemma3Config:
 
 
 def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Gemma3Config:
-    """From GGUF metadata; the scale of the 62-layer model and the pattern are llama.cpp's rules (formats.md 3.4)."""
+    """From GGUF metadata; the scale of the 62-layer model and the pattern are llama.cpp's rules (llama-model.cpp)."""
     fields = Fields(raw, "GGUF metadata")
     common = names.gguf_common(fields, "gemma3", shapes)
     layers, head_dim = common["layers"], common["head_dim"]

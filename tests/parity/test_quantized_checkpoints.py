@@ -158,7 +158,7 @@ def test_gptq_and_awq_are_their_packing_written_out(
 
 
 def test_words_are_the_published_vectors(native: Native, tmp_path: Path) -> None:
-    """formats.md, appendix A: a row of pack-quantized codes, a word of AWQ, and zero points of GPTQ v1."""
+    """By hand: a row of pack-quantized codes, a word of AWQ, and zero points of GPTQ v1."""
     ramp = torch.arange(-8, 8, dtype=torch.int8).repeat(2)[None]
     row, _ = packed.pack_quantized(ramp, torch.ones(1, 1, dtype=torch.bfloat16), None, 32)
     assert [word & 0xFFFFFFFF for word in row["weight_packed"][0, :2].tolist()] == [0x76543210, 0xFEDCBA98]

@@ -120,14 +120,14 @@ def test_c_names_its_refusals(library: ctypes.CDLL) -> None:
 
 
 def test_q4_0_by_hand() -> None:
-    """formats.md, appendix A."""
+    """Values worked out by hand from the layout of ggml-common.h."""
     data = np.frombuffer(bytes.fromhex("0038f0e1d2c3b4a5968778695a4b3c2d1e0f"), np.uint8)[None]
     rising = np.arange(-4, 4, 0.5, dtype=np.float32)
     np.testing.assert_array_equal(FORMATS["q4_0"].decode(data)[0], np.concatenate([rising, rising[::-1]]))
 
 
 def test_q4_k_by_hand() -> None:
-    """formats.md, appendix A."""
+    """Values worked out by hand from the layout of ggml-common.h."""
     nibbles = [(j % 16) | (((j + 3) % 16) << 4) for j in range(128)]
     scales = list(bytes.fromhex("4182C30445 86C708192A3B4C".replace(" ", "")))
     block = np.array([0x00, 0x38, 0x00, 0x34, *scales, *nibbles], np.uint8)[None]
@@ -137,7 +137,7 @@ def test_q4_k_by_hand() -> None:
 
 
 def test_q6_k_by_hand() -> None:
-    """formats.md, appendix A."""
+    """Values worked out by hand from the layout of ggml-common.h."""
     low = [7 * j & 255 for j in range(128)]
     high = [(29 * j + 5) & 255 for j in range(64)]
     block = np.array([*low, *high, *(s & 255 for s in range(-8, 8)), 0x00, 0x38], np.uint8)[None]
