@@ -1,8 +1,8 @@
 """NVIDIA GPUs: every bucket is lowered on its own, since the best kernel for one row is not the best for two thousand.
 
 Steps of at most four rows read weights with `gemv`, which normalises its input on the way; what passes from one product
-to the next is bf16 there, all else float32. Larger steps feed tensor cores: inputs of linear layers are bf16, or f16 or
-f32 where the weight is.
+to the next is bf16 there, all else float32. Larger steps feed tensor cores: inputs of linear layers are bf16, but for
+weights of f16 and f32.
 """
 
 from __future__ import annotations
