@@ -1,6 +1,7 @@
 """GPTQ checkpoints of 4 bits: ``qweight`` i32 [K/8, N], ``qzeros`` i32 [groups, N/8], ``scales`` [groups, N].
 
-Files of checkpoint_format gptq store the zero point less one; those of gptq_v2 store it as it is (AutoGPTQ and GPTQModel, ``qlinear``).
+Files of checkpoint_format gptq store the zero point less one; those of gptq_v2 store it as it is (AutoGPTQ and
+GPTQModel, ``qlinear``).
 """
 
 from __future__ import annotations
