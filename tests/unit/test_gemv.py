@@ -79,6 +79,17 @@ def test_products_against_float64(case: Case) -> None:
     assert np.array_equal(arrays["y"][:, case.n :], outside, equal_nan=True), "columns outside were written"
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q6_k", "int4_g128_zp"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_activation_that_is_no_number_shows(format: str, bad: float) -> None:
+    case = Case(format, 20, 768)
+    candidate, arrays = _candidates(case, DEVICE)[0], arrays_of(case)
+    arrays["x"][0, 333] = bad
+    given = {name: array for name, array in arrays.items() if name in ("x", "w", "y")}
+    cuda_host.run(candidate.kernel, candidate.grid, {**dict.fromkeys(("norm", "bias")), **given})
+    assert np.isnan(arrays["y"]).all()
+
+
 @pytest.mark.parametrize("device", ["h200", "rtx-pro-6000"])
 def test_a_real_shape_has_a_tile_that_fits_without_spills(device: str, tmp_path: Path) -> None:
     profile = load_device(device)

@@ -170,9 +170,30 @@ def prefill_kernel(shape: Attention, tile: PrefillTile, out: Out) -> GpuKernel:
         Param("out", dtype=out),
         Param("counts", dtype="i32"),
     )
-    defines: dict[str, Define] = {**_common(shape), "BM": tile.rows, "BN": tile.keys}
-    name = f"attention_prefill_{_name(shape)}_{out}_m{tile.rows}_t{tile.keys}_w{tile.warps}_p{tile.stages}"
-    return _kernel(name, "attention_prefill", params, defines, tile.warps, tile.stages)
+    defines: dict[str, Define] = {
+        "HEADS": shape.heads,
+        "KV_HEADS": shape.kv_heads,
+        "D": shape.head_dim,
+        "T": shape.page_tokens,
+        "MAX_PAGES": shape.max_pages,
+        "SCALE": shape.scale,
+        "WINDOW": shape.window,
+        "INTERPRET": False,
+        "BM": tile.rows,
+        "BN": tile.keys,
+    }
+    digest = hashlib.sha256(repr((sorted(defines.items()), params)).encode()).hexdigest()[:8]
+    name = f"attention_prefill_{_name(shape)}_{out}_m{tile.rows}_t{tile.keys}_w{tile.warps}_p{tile.stages}_{digest}"
+    return GpuKernel(
+        name=name,
+        template="attention_prefill",
+        language="triton",
+        source="triton_attention:attention_prefill",
+        params=params,
+        defines=tuple(defines.items()),
+        threads=tile.warps * 32,
+        options=(("num_stages", tile.stages),),
+    )
 
 
 def examples() -> list[GpuKernel]:
@@ -283,35 +304,6 @@ def _plain(
     )
 
 
-def _common(shape: Attention) -> dict[str, Define]:
-    return {
-        "HEADS": shape.heads,
-        "KV_HEADS": shape.kv_heads,
-        "D": shape.head_dim,
-        "T": shape.page_tokens,
-        "MAX_PAGES": shape.max_pages,
-        "SCALE": shape.scale,
-        "WINDOW": shape.window,
-        "INTERPRET": False,
-    }
-
-
 def _name(shape: Attention) -> str:
     window = f"_win{shape.window}" if shape.window else ""
     return f"{shape.heads}x{shape.kv_heads}x{shape.head_dim}{window}"
-
-
-def _kernel(
-    name: str, template: str, params: tuple[Param, ...], defines: dict[str, Define], warps: int, stages: int
-) -> GpuKernel:
-    digest = hashlib.sha256(repr((sorted(defines.items()), params)).encode()).hexdigest()[:8]
-    return GpuKernel(
-        name=f"{name}_{digest}",
-        template=template,
-        language="triton",
-        source=f"triton_attention:{template}",
-        params=params,
-        defines=tuple(defines.items()),
-        threads=warps * 32,
-        options=(("num_stages", stages),),
-    )

@@ -2,7 +2,7 @@
  * on the way out. */
 #ifndef ATTENTION_CUH
 #define ATTENTION_CUH
-#include "rows.cuh"
+#include "rotate.cuh"
 #include "warp_mma.cuh"
 
 #define GROUP (HEADS / KV_HEADS)
@@ -97,45 +97,16 @@ TP_DEVICE void copy16(void *shared, const void *global, Copy what) {
 #endif
 }
 
-/* Sine and cosine to float32 for 0 <= x < 2^24: pi/2 stands as three floats, the first step is exact. */
-TP_DEVICE float2 turn(float x) {
-    const float quarter = floorf(x * 0.6366197723675814f + 0.5f);
-    float r = fmaf(quarter, -1.57079637050628662109375f, x);
-    r = fmaf(quarter, 4.37113900018624283e-8f, r);
-    r = fmaf(quarter, 1.71512451e-15f, r);
-    const float z = r * r;
-    float s = fmaf(z, 2.7557319e-6f, -1.9841270e-4f), c = fmaf(z, -2.7557319e-7f, 2.4801587e-5f);
-    s = fmaf(z, s, 8.3333333e-3f), c = fmaf(z, c, -1.3888889e-3f);
-    s = fmaf(z, s, -1.6666667e-1f), c = fmaf(z, c, 4.1666667e-2f);
-    s = fmaf(z * r, s, r), c = fmaf(z, c, -0.5f);
-    c = fmaf(z, c, 1.0f);
-    const int n = (int)quarter;
-    const float sine = n & 1 ? c : s, cosine = n & 1 ? s : c;
-    return make_float2((n & 2 ? -sine : sine) * FACTOR, ((n + 1) & 2 ? -cosine : cosine) * FACTOR);
-}
-
 /* What heads are turned by, to shared memory. */
 TP_DEVICE void prepare(const Shared &shared, int position, const float *inv_freq, const float *q_norm,
                        const float *k_norm) {
     const int thread = (int)threadIdx.x;
     for (int i = thread; i < QUERY_BYTES / 16; i += THREADS) ((uint4 *)shared.query)[i] = make_uint4(0, 0, 0, 0);
     for (int i = thread; i < HALF; i += THREADS)
-        shared.turns[i] = ROPE ? turn(__fmul_rn((float)position, inv_freq[i])) : make_float2(0, 1);
+        shared.turns[i] = ROPE ? turn_of(position, inv_freq[i]) : make_float2(0, 1);
     if (!QK_NORM) return;
     for (int i = thread; i < HEAD_DIM; i += THREADS)
         shared.norms[i] = __ldg(q_norm + i), shared.norms[HEAD_DIM + i] = __ldg(k_norm + i);
-}
-
-TP_DEVICE float2 read2(const float *p) {
-#ifdef TP_HOST
-    return make_float2(p[0], p[1]);
-#else
-    float2 v;
-    if constexpr (LDX % 2 == 0 && Q_COL % 2 == 0 && K_COL % 2 == 0 && V_COL % 2 == 0)
-        asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-    else v = make_float2(tp_load(p), tp_load(p + 1));
-    return v;
-#endif
 }
 
 /* A lane's part of a head of qkv: its lower and its upper half. */

@@ -66,14 +66,16 @@ TP_DEVICE void store_piece(u8 *shared, int m, int p, u32 codes, float scale, con
     }
 }
 
+TP_DEVICE u32 magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+
 /* Quantizes and stores pieces of row m, each the four elements from 4 (tid + i THREADS) on, i from `first`. Groups of 32
  * lie in 8 neighbouring lanes: absmax / 127, to nearest even. A NaN or an infinity makes the scale NaN. */
 TP_DEVICE void stage_batch(u8 *shared, int m, int first, const float4 (&v)[BATCH]) {
     u32 top[BATCH], codes[BATCH];
     i32 sum[BATCH];
     float scale[BATCH];
-    TP_UNROLL for (int b = 0; b < BATCH; b++)
-        top[b] = __float_as_uint(fmaxf(fmaxf(fabsf(v[b].x), fabsf(v[b].y)), fmaxf(fabsf(v[b].z), fabsf(v[b].w))));
+    TP_UNROLL for (int b = 0; b < BATCH; b++) /* as integers, of which that of a NaN is the largest */
+        top[b] = max(max(magnitude(v[b].x), magnitude(v[b].y)), max(magnitude(v[b].z), magnitude(v[b].w)));
     TP_UNROLL for (int lane = 1; lane < 8; lane *= 2)
         TP_UNROLL for (int b = 0; b < BATCH; b++)
             if (first + b < PIECES) top[b] = max(top[b], __shfl_xor_sync(TP_ALL, top[b], lane));

@@ -71,7 +71,7 @@ template <int BYTES> TP_DEVICE void copy_plane(u8 *to, const u8 *from, i64 row_b
         const int i = first + lane;
         const bool live = (ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces)
                           && (K % STAGE_K == 0 || chunk * BYTES + i % pieces * 16 < row_bytes) && row_exists(item, i / pieces);
-        tp_copy16_if(to + lane * 16 + first * 16, from + row_of(0, first / pieces) * row_bytes + first % pieces * 16, live);
+        tp_copy16(to + lane * 16 + first * 16, from + row_of(0, first / pieces) * row_bytes + first % pieces * 16, live);
     }
 }
 
@@ -122,11 +122,11 @@ struct Ring {
             const int i = s * 32 + lane;
             const bool live = (ITEM_ROWS * pieces % 32 == 0 || i < ITEM_ROWS * pieces) && row_exists(item, i / pieces);
             if constexpr (even_scales()) {
-                tp_copy16_if(to + i * 16, scales[s], live);
+                tp_copy16(to + i * 16, scales[s], live);
                 scales[s] += scale_offset(i, 1) - scale_offset(i, 0);
             } else {
                 const int offset = scale_offset(i, chunk);
-                tp_copy16_if(to + i * 16, scales[s] + offset, live && offset < SCALE_ROW);
+                tp_copy16(to + i * 16, scales[s] + offset, live && offset < SCALE_ROW);
             }
         }
     }

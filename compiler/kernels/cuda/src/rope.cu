@@ -3,33 +3,11 @@
  *
  * One block a row, one warp a head, two neighbouring elements of both halves a lane. Defines: HEADS, KV_HEADS,
  * HEAD_DIM, LDX (of qkv), Q_COL, K_COL, V_COL, PAGE_TOKENS, MAX_PAGES, FACTOR, EPS, QK_NORM, ROPE, THREADS. */
-#include "rows.cuh"
+#include "rotate.cuh"
 
 #define HALF (HEAD_DIM / 2)
 #define STEPS ((HALF + 63) / 64)
 #define PAGE ((i64)2 * KV_HEADS * PAGE_TOKENS * HEAD_DIM)
-
-/* Sine and cosine of an angle of up to 2^30, to 1 ulp: the turn is taken off in double, the rest are short series. */
-TP_DEVICE float2 sine_cosine(float angle) {
-    const double turns = rint((double)angle * 0.63661977236758134308);
-    const float r = (float)fma(-turns, 6.123233995736766e-17, fma(-turns, 1.5707963267948966, (double)angle));
-    const float z = r * r;
-    float s = fmaf(z, 2.7557319e-6f, -1.9841270e-4f), c = fmaf(z, -2.7557319e-7f, 2.4801587e-5f);
-    s = fmaf(s, z, 8.3333333e-3f), c = fmaf(c, z, -1.3888889e-3f);
-    s = fmaf(s, z, -1.6666667e-1f), c = fmaf(c, z, 4.1666667e-2f);
-    s = fmaf(s * z, r, r), c = fmaf(c, z, -0.5f);
-    c = fmaf(c, z, 1.0f);
-    const int quarter = (int)(i64)turns & 3;
-    const float sine = quarter & 1 ? c : s, cosine = quarter & 1 ? s : c;
-    return make_float2(quarter & 2 ? -sine : sine, (quarter + 1) & 2 ? -cosine : cosine);
-}
-
-TP_DEVICE float2 read2(const float *p) {
-    float2 v;
-    if constexpr (LDX % 2 == 0 && Q_COL % 2 == 0 && K_COL % 2 == 0 && V_COL % 2 == 0) v = __ldcg((const float2 *)p);
-    else v = make_float2(__ldcg(p), __ldcg(p + 1));
-    return v;
-}
 
 TP_DEVICE void write2(u16 *p, float a, float b) { *(u32 *)p = (u32)tp_to_f16(a) | (u32)tp_to_f16(b) << 16; }
 
@@ -83,10 +61,7 @@ extern "C" __global__ void TP_BOUNDS(THREADS)
         position = positions[row];
         page = page_table[(i64)row_segment[row] * MAX_PAGES + position / PAGE_TOKENS];
 #if ROPE
-        for (int i = (int)threadIdx.x; i < HALF; i += THREADS) {
-            const float2 turn = sine_cosine(__fmul_rn((float)position, inv_freq[i]));
-            turns[i] = make_float2(turn.x * FACTOR, turn.y * FACTOR);
-        }
+        for (int i = (int)threadIdx.x; i < HALF; i += THREADS) turns[i] = turn_of(position, inv_freq[i]);
 #endif
     }
     tp_wait();

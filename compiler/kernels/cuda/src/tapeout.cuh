@@ -181,18 +181,8 @@ TP_DEVICE float tp_load(const float *p) {
 
 /* ---- asynchronous copies of 16 bytes to shared memory ---- */
 
-/* Both addresses are multiples of 16. Weights: read once, so they bypass the L1. */
-TP_DEVICE void tp_copy16(void *shared, const void *global) {
-#ifdef TP_HOST
-    tp_host_copy_async(shared, global, 16);
-#else
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                 :: "r"((u32)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
-#endif
-}
-
-/* The same where `on`, without a branch. */
-TP_DEVICE void tp_copy16_if(void *shared, const void *global, bool on) {
+/* Where `on`, and without a branch. Both addresses are multiples of 16. Weights: read once, so they bypass the L1. */
+TP_DEVICE void tp_copy16(void *shared, const void *global, bool on) {
 #ifdef TP_HOST
     if (on) tp_host_copy_async(shared, global, 16);
 #else

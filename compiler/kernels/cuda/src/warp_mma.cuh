@@ -1,4 +1,4 @@
-/* Tensor core products of a warp, and clusters of blocks: inline PTX with plain twins made of shuffles for TP_HOST. */
+/* Tensor core products of a warp: inline PTX with plain twins made of shuffles for TP_HOST. */
 #ifndef WARP_MMA_CUH
 #define WARP_MMA_CUH
 #include "tapeout.cuh"
@@ -63,44 +63,5 @@ TP_DEVICE float tp_exp2(float x) {
     return out;
 #endif
 }
-
-/* 16 bytes of memory that is read once, or zeros. */
-TP_DEVICE uint4 tp_stream16(const void *p, bool on) {
-#ifdef TP_HOST
-    return on ? *(const uint4 *)p : make_uint4(0, 0, 0, 0);
-#else
-    uint4 v;
-    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n mov.u32 %0, 0;\n mov.u32 %1, 0;\n mov.u32 %2, 0;\n"
-                 " mov.u32 %3, 0;\n @p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-                 : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((u32)on));
-    return v;
-#endif
-}
-
-/* ---- clusters (sm_90 and later; elsewhere a cluster is one block and none of these is called) ---- */
-
-#if TP_ARCH >= 900
-/* Counts this thread in; what it wrote before is visible behind tp_cluster_wait of the others. */
-TP_DEVICE void tp_cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-
-/* Until every thread of the cluster that has not ended has arrived. */
-TP_DEVICE void tp_cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-
-/* The address of a shared variable of ours in another block of the cluster. */
-TP_DEVICE u32 tp_remote(const void *shared, int rank) {
-    u32 out;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out) : "r"((u32)__cvta_generic_to_shared(shared)), "r"(rank));
-    return out;
-}
-
-TP_DEVICE void tp_remote_store4(u32 to, float4 v) {
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                 :: "r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-
-TP_DEVICE void tp_remote_store2(u32 to, float2 v) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" :: "r"(to), "f"(v.x), "f"(v.y) : "memory");
-}
-#endif
 
 #endif
