@@ -96,8 +96,8 @@ class Weight:
     """First byte in a row of scales and bytes for each k."""
     nbytes: int
     defines: tuple[tuple[str, Define], ...]
-    sides: int = 0
-    """Integer codes: words beside each 32 activations (their scale, and what their sum is needed for)."""
+    side_bytes: int = 0
+    """Integer codes: bytes beside each 32 activations (their scale, and what their sum is needed for)."""
 
 
 def candidates(
@@ -149,7 +149,7 @@ def _weight(problem: Problem) -> Weight:
         return Weight(16, (16,), arrays, planes.nbytes, tuple(defines.items()))
     defines |= _integer_defines(planes)
     units = tuple(4 * plane.bits for plane in planes.codes)
-    return Weight(32, units, _arrays(planes), planes.nbytes, tuple(defines.items()), _sides(planes))
+    return Weight(32, units, _arrays(planes), planes.nbytes, tuple(defines.items()), _side_bytes(planes))
 
 
 def _float_defines(code: int) -> dict[str, Define]:
@@ -172,9 +172,9 @@ def _integer_defines(planes: Planes) -> dict[str, Define]:
     }
 
 
-def _sides(planes: Planes) -> int:
-    needs_sum = planes.has_min or planes.scales.zeros is not None or planes.zero != 0
-    return 1 + needs_sum * (2 if planes.group == 16 else 1)
+def _side_bytes(planes: Planes) -> int:
+    scaled = planes.has_min or planes.scales.zeros is not None  # sums as float32, else as 16-bit integers
+    return 4 + (4 * scaled + 2 * (planes.zero != 0)) * (2 if planes.group == 16 else 1)
 
 
 def _arrays(planes: Planes) -> tuple[tuple[int, float], ...]:
@@ -222,7 +222,7 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
     grid = min(device.sm_count, items)
     longest = -(-items // (grid * tile.warps)) * chunks
     stages = min(STAGES, room // (tile.warps * stage), max(2, longest))
-    if stages < 2 or item_rows * problem.m > 32 or (weight.sides and tile.steps not in INTEGER_STEPS):
+    if stages < 2 or item_rows * problem.m > 32 or (weight.side_bytes and tile.steps not in INTEGER_STEPS):
         return None
     arrays = weight.arrays or ((0, 0.0),)
     defines: dict[str, Define] = {
@@ -258,9 +258,9 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
 
 
 def _x_bytes(problem: Problem, weight: Weight, span: int) -> int:
-    """Shared bytes of ``span`` activations a row: float32, or int8 and the words beside each 32."""
-    if weight.sides:
-        return problem.m * span // 32 * (32 + 4 * weight.sides)
+    """Shared bytes of ``span`` activations a row: float32, or int8 and the bytes beside each 32."""
+    if weight.side_bytes:
+        return problem.m * span // 32 * (32 + weight.side_bytes)
     span = -(-problem.k // (32 * weight.unit)) * 32 * weight.unit
     return 4 * problem.m * span
 

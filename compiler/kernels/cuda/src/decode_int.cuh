@@ -16,9 +16,10 @@
 #define SPAN (SUPER / 32 < STEPS ? SUPER / 32 : STEPS)     /* groups of a lane that share d */
 #define SPANS (STEPS / SPAN)
 #define SUMS ((HAS_MIN || HAS_ZEROS) ? HALVES : 0)         /* floats of a group: scale times sum of activations */
-#define STARTS (ZERO != 0 ? HALVES : 0)                    /* integers of a group: -zero times sum of activations */
-#define SIDES (1 + SUMS + STARTS)
+#define STARTS (ZERO != 0 ? HALVES : 0)                    /* 16-bit integers of a group: sums of activations */
+#define SIDES (1 + SUMS)
 #define SIDES_AT (X_AT + M * CHUNKS * STEPS * 1024)
+#define STARTS_AT (SIDES_AT + M * SIDES * CHUNKS * STEPS * 128)
 #define MIN_UNIT 64.0f /* what byte_float's fraction counts in */
 
 /* Results up to 2^22 become floats by their place in the mantissa of 1.5 * 2^23. */
@@ -41,12 +42,15 @@ TP_DEVICE int half_turn(int lane) { return BITS == 8 ? lane >> (STEPS == 4 ? 0 :
 
 /* ---- activations ---- */
 
-/* Index of position i, of a lane's STEPS, among the 16-byte pieces of a row, and among the words of a side. */
+/* Index of position i, of a lane's STEPS, among the 16-byte pieces of a row, among the words of a side and the starts. */
 TP_DEVICE int piece_index(int m, int chunk, int half, int i, int lane) {
     return (((m * CHUNKS + chunk) * 2 + half) * STEPS + i) * 32 + lane;
 }
 TP_DEVICE int side_index(int m, int side, int chunk, int i, int lane) {
     return (((m * SIDES + side) * CHUNKS + chunk) * 32 + lane) * STEPS + i;
+}
+TP_DEVICE int start_index(int m, int half, int chunk, int i, int lane) {
+    return (((m * HALVES + half) * CHUNKS + chunk) * 32 + lane) * STEPS + i;
 }
 
 /* Codes of the four elements from 4 p on of row m, and with the first of a group what stands beside it: its scale, and
@@ -62,7 +66,7 @@ TP_DEVICE void store_piece(u8 *shared, int m, int p, u32 codes, float scale, con
     TP_UNROLL for (int h = 0; h < HALVES; h++) {
         const i32 sum = HALVES == 1 ? halves[0] + halves[1] : halves[h];
         if (SUMS) side[side_index(m, 1 + h, chunk, i, lane)] = __float_as_uint(unit * scale * (float)sum);
-        if (STARTS) side[side_index(m, 1 + h, chunk, i, lane)] = (u32)((HAS_SUB ? 0 : BASE) - ZERO * sum);
+        if (STARTS) ((i16 *)(shared + STARTS_AT))[start_index(m, h, chunk, i, lane)] = (i16)sum; /* at most 32 * 128 */
     }
 }
 
@@ -88,14 +92,14 @@ TP_DEVICE void stage_batch(u8 *shared, int m, int first, const float4 (&v)[BATCH
                             __float2int_rn(v[b].z * inverse), __float2int_rn(v[b].w * inverse));
         sum[b] = tp_dp4a(codes[b], 0x01010101u, 0);
     }
-    if (SIDES > 1)
+    if (SUMS || STARTS)
         TP_UNROLL for (int lane = 1; lane < 4; lane *= 2)
             TP_UNROLL for (int b = 0; b < BATCH; b++)
                 if (first + b < PIECES) sum[b] += __shfl_xor_sync(TP_ALL, sum[b], lane);
     TP_UNROLL for (int b = 0; b < BATCH; b++) {
         const int p = (int)threadIdx.x + (first + b) * THREADS;
         if (first + b >= PIECES) continue;
-        const i32 halves[2] = { sum[b], SIDES > 1 ? __shfl_xor_sync(TP_ALL, sum[b], 4) : 0 };
+        const i32 halves[2] = { sum[b], SUMS || STARTS ? __shfl_xor_sync(TP_ALL, sum[b], 4) : 0 };
         if (K / 4 % THREADS == 0 || p < K / 4) store_piece(shared, m, p, codes[b], scale[b], halves);
     }
 }
@@ -302,6 +306,12 @@ TP_DEVICE void load_side(u32 (&side)[STEPS], const u8 *shared, int m, int which,
 #endif
 }
 
+/* What the integer sum of half h of the lane's group i begins with: -zero times the sum of activations. */
+TP_DEVICE i32 load_start(const u8 *shared, int m, int h, int chunk, int i, int lane) {
+    constexpr i32 base = HAS_SUB ? 0 : BASE;
+    return STARTS ? base - ZERO * ((const i16 *)(shared + STARTS_AT))[start_index(m, h, chunk, i, lane)] : base;
+}
+
 TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slot, const x_type *, const float *, int chunk,
                          int lane) {
     const int turned = turn(lane), halves_turned = half_turn(lane);
@@ -323,6 +333,9 @@ TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slo
     TP_UNROLL for (int i = 0; i < STEPS; i++) {
         const int group = lane * STEPS + (i ^ turned);
         if (K / 32 % STEPS && chunk * 32 * STEPS + group >= K / 32) continue;
+        i32 starts[M][HALVES];
+        TP_UNROLL for (int m = 0; m < M; m++)
+            TP_UNROLL for (int h = 0; h < HALVES; h++) starts[m][h] = load_start(shared, m, h, chunk, i, lane);
         u32 in[M][8];
         TP_UNROLL for (int c = 0; c < M * 2; c++) {
             const uint4 v = ((const uint4 *)(shared + X_AT))[piece_index(c / 2, chunk, c % 2, i, lane)];
@@ -335,10 +348,7 @@ TP_DEVICE void add_stage(float (&total)[VALUES], const u8 *shared, const u8 *slo
                        halves_turned);
             TP_UNROLL for (int m = 0; m < M; m++) {
                 const int v = m * ITEM_ROWS + j;
-                i32 start[HALVES];
-                TP_UNROLL for (int h = 0; h < HALVES; h++)
-                    start[h] = STARTS ? (i32)side[m][STARTS ? 1 + h : 0][i] : HAS_SUB ? 0 : BASE;
-                const float product = group_product(quad, in[m], start, row[j], i), scale = __uint_as_float(side[m][0][i]);
+                const float product = group_product(quad, in[m], starts[m], row[j], i), scale = __uint_as_float(side[m][0][i]);
                 part[v] = i % SPAN ? fmaf(scale, product, part[v]) : scale * product;
 #if HAS_MIN && HAS_SUB
                 TP_UNROLL for (int h = 0; h < HALVES; h++)
