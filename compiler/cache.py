@@ -51,11 +51,15 @@ class _Index:
 
 
 def weight_key(recipe: Recipe, checkpoint: Checkpoint) -> str:
-    """Digest of all that a weight's bytes follow from: the recipe, the files it reads, the code that emits them."""
-    read = {checkpoint.tensors[each.tensor].file for each in recipe.reads()}
+    """Digest of all that a weight's bytes follow from: the recipe, the places it reads, the code that emits them.
+
+    Places too, since what says where a tensor lies may be another file than the one that holds it (ONNX).
+    """
+    infos = [checkpoint.tensors[each.tensor] for each in recipe.reads()]
     known = {identity.path: identity for identity in checkpoint.files}
-    files = [_identity(known[path]) for path in sorted(read)]
-    return hashlib.sha256(json.dumps([code_digest(), recipe.digest, files]).encode()).hexdigest()
+    files = [_identity(known[path]) for path in sorted({info.file for info in infos})]
+    offsets = [info.offset for info in infos]
+    return hashlib.sha256(json.dumps([code_digest(), recipe.digest, files, offsets]).encode()).hexdigest()
 
 
 @lru_cache(maxsize=1)

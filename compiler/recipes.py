@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, cast
 
-from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.formats import CARRIERS, FORMATS
 from tapeout.runtime.errors import TapeoutError
 
 Json = dict[str, Any]
@@ -133,18 +134,19 @@ class Columns(Recipe):
         if len(self.source.shape) != 2:
             raise TapeoutError(f"a column cut needs a matrix, got shape {list(self.source.shape)}")
         _check_range("columns", self.start, self.stop, self.source.shape[1], self.source)
-        known = FORMATS[self.source.format]
-        block = known.tiles[1] or known.block if known.tiles else known.block
-        if self.start % block or self.stop % block:
-            raise TapeoutError(
-                f"columns {self.start}:{self.stop} cut through a block of {self.source.format}; "
-                f"cuts must be multiples of {block}"
-            )
+        _check_columns(f"columns {self.start}:{self.stop}", (self.start, self.stop), self.source.format)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The columns that are kept."""
         return (self.source.shape[0], self.stop - self.start)
+
+
+def _check_columns(what: str, ends: tuple[int, ...], format: str) -> None:
+    known = FORMATS[format]
+    block = known.tiles[1] or known.block if known.tiles else known.block
+    if any(end % block for end in ends):
+        raise TapeoutError(f"{what} cut through a block of {format}; cuts must be multiples of {block}")
 
 
 def _check_tiles(what: str, starts: tuple[int, ...], format: str) -> None:
@@ -185,25 +187,31 @@ class Concat(Recipe):
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
 
-def joined(parts: Sequence[Recipe]) -> Recipe:
-    """The parts one below the other. Where rows share scales, the whole is converted instead of every part."""
+def joined(parts: Sequence[Recipe], groups: int = 1) -> Recipe:
+    """The parts one below the other, or interleaved by ``groups``.
+
+    Where rows share scales, the whole is converted instead of every part. Packed parts under a scale each become
+    one matrix with a scale a row, which holds the same numbers.
+    """
     first = parts[0]
+    if len(parts) > 1 and all(isinstance(part, Unpack) and part.to == "fp8" for part in parts):
+        return joined([replace(part, to="fp8_row") for part in parts if isinstance(part, Unpack)], groups)
     if isinstance(first, Convert) and FORMATS[first.format].tiles:
         sources = [part.source for part in parts if isinstance(part, Convert)]
         assert len(sources) == len(parts), [part.op for part in parts]
-        return Convert(joined(sources), first.to)
-    return Concat(tuple(parts))
+        return Convert(joined(sources, groups), first.to)
+    return Concat(tuple(parts)) if groups == 1 else Interleave(tuple(parts), groups)
 
 
-def joins_with(recipe: Recipe) -> str:
+def joins_with(recipe: Recipe, groups: int = 1) -> str:
     """What recipes that can be ``joined`` agree in: the format, and what it is converted from where that matters.
 
     Scales that come from the checkpoint stay as they are, so its parts join only where their tiles meet.
     """
     tiles = FORMATS[recipe.format].tiles
     if tiles and isinstance(recipe, Convert):
-        return f"{recipe.to} from {joins_with(recipe.source)}"
-    apart = tiles and (not tiles[0] or recipe.shape[0] % tiles[0])
+        return f"{recipe.to} from {joins_with(recipe.source, groups)}"
+    apart = tiles and (not tiles[0] or recipe.shape[0] // groups % tiles[0])
     return f"{recipe.format} {recipe.digest}" if apart else recipe.format
 
 
@@ -214,37 +222,243 @@ class Unpack(Recipe):
     ``packing`` says how:
 
     - pack-quantized: ``codes`` i32 [N, K/8], ``scales`` [N, groups], ``zeros`` i32 [N/8, groups];
+    - pack-quantized-8: ``codes`` i32 [N, K/4], ``scales`` [N, groups]; int-quantized: ``codes`` i8 [N, K];
     - gptq, gptq_v2: ``codes`` i32 [K/8, N], ``scales`` [groups, N], ``zeros`` i32 [groups, N/8];
     - awq: ``codes`` i32 [K, N/8], ``scales`` [groups, N], ``zeros`` i32 [groups, N/8];
-    - fp8: ``codes`` e4m3 [N, K], ``scales`` of the tensor or of each 128 x 128 block.
+    - fp8: ``codes`` e4m3 [N, K], ``scales`` of the tensor, of each row or of each 128 x 128 block;
+    - mxfp4: ``codes`` [..., N, K/2] bytes, ``scales`` [..., N, K/32]; mxfp4-blocks: ``codes`` u8 [E, N, K/32, 16];
+    - nvfp4, nvfp4-divided: ``codes`` u8 [N, K/2], ``scales`` e4m3 [N, K/16] and the ``tensor_scale`` that multiplies
+      (or divides) them; gguf-nvfp4: ``codes`` with their scales [..., N, K], ``tensor_scale`` one, or one a matrix;
+    - gguf-floats: ``codes`` [..., N, K] of a GGUF type that is read as the numbers it stands for; ``to`` is f32.
+
+    But for GGUF, a stack of matrices becomes one matrix, one below the other. ``order`` [K] is the group of each column
+    where groups are not neighbours (act-order), in which case ``to`` is f32.
     """
 
     op = "unpack"
     packing: str
     to: str
     codes: Read
-    scales: Read
+    scales: Read | None
     zeros: Read | None = None
+    tensor_scale: Read | None = None
+    order: Read | None = None
 
     def __post_init__(self) -> None:
-        FORMATS[self.to].row_bytes(self.shape[1])
+        FORMATS[self.to].row_bytes(self.shape[-1])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The matrix, not what it is packed in."""
-        first, second = self.codes.shape
+        """The matrix, not what it is packed in; of a GGUF the stack of them, as of its other tensors."""
+        if self.packing.startswith("gguf-"):
+            return self.codes.shape
+        *stack, first, second = self.codes.shape
+        rows, nibbles = math.prod(stack) * first, 2 * second // CARRIERS[self.codes.format].block
         return {
             "pack-quantized": (first, 8 * second),
+            "pack-quantized-8": (first, 4 * second),
+            "int-quantized": (first, second),
             "gptq": (second, 8 * first),
             "gptq_v2": (second, 8 * first),
             "awq": (8 * second, first),
             "fp8": (first, second),
+            "mxfp4": (rows, nibbles),
+            "mxfp4-blocks": (math.prod(stack), 2 * first * second),
+            "nvfp4": (rows, nibbles),
+            "nvfp4-divided": (rows, nibbles),
         }[self.packing]
 
     @property
     def format(self) -> str:
         """The format that holds the same numbers."""
         return self.to
+
+    @property
+    def stored(self) -> str:
+        """What the checkpoint has, in words: the format, or what is read as floats for want of one."""
+        if self.to != "f32":
+            return self.to
+        return self.codes.format if self.packing == "gguf-floats" else f"{self.packing} in act-order"
+
+
+def stored_format(recipe: Recipe) -> str:
+    """What the checkpoint has: the recipe's format, or the one that is read as float32 since none here holds it."""
+    while recipe.inputs and not isinstance(recipe, Unpack):
+        recipe = recipe.inputs[0]
+    return recipe.stored if isinstance(recipe, Unpack) else recipe.format
+
+
+@dataclass(frozen=True)
+class Flatten(Recipe):
+    """A stack of matrices [E, N, K] as one matrix [E * N, K]: experts, or the heads of a split projection."""
+
+    op = "flatten"
+    source: Recipe
+
+    def __post_init__(self) -> None:
+        if len(self.source.shape) != 3:
+            raise TapeoutError(f"a stack of matrices has three axes, got shape {list(self.source.shape)}")
+        _check_group_tiles("a stack", self.source.shape[1], self.source.format)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrices one below the other."""
+        count, rows, k = self.source.shape
+        return (count * rows, k)
+
+
+@dataclass(frozen=True)
+class GroupRows(Recipe):
+    """Rows [start, stop) of every group of ``period`` rows: one projection of several that a checkpoint interleaves."""
+
+    op = "group_rows"
+    source: Recipe
+    period: int
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if self.source.shape[0] % self.period:
+            raise TapeoutError(f"{self.source.shape[0]} rows do not make groups of {self.period}")
+        _check_range("rows", self.start, self.stop, self.period, self.source)
+        if (self.start, self.stop) != (0, self.period):
+            _check_tiles("rows of every group", (self.period, self.start, self.stop), self.source.format)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The rows that are kept."""
+        return (self.source.shape[0] // self.period * (self.stop - self.start), *self.source.shape[1:])
+
+
+@dataclass(frozen=True)
+class PadRows(Recipe):
+    """Every group of ``period`` rows filled up with rows of zeros to ``padded``: heads or channels of nothing.
+
+    Bytes of zeros are zeros in every format.
+    """
+
+    op = "pad_rows"
+    source: Recipe
+    period: int
+    padded: int
+
+    def __post_init__(self) -> None:
+        if self.source.shape[0] % self.period or self.padded < self.period:
+            raise TapeoutError(
+                f"{self.source.shape[0]} rows do not make groups of {self.period} to pad to {self.padded}"
+            )
+        _check_tiles("padded groups of rows", (self.period, self.padded), self.source.format)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """With the rows of zeros."""
+        return (self.source.shape[0] // self.period * self.padded, *self.source.shape[1:])
+
+
+@dataclass(frozen=True)
+class PadColumns(Recipe):
+    """Every group of ``period`` columns filled up with zeros to ``padded``; both are whole blocks of the format."""
+
+    op = "pad_columns"
+    source: Recipe
+    period: int
+    padded: int
+
+    def __post_init__(self) -> None:
+        if len(self.source.shape) != 2 or self.source.shape[1] % self.period or self.padded < self.period:
+            raise TapeoutError(
+                f"shape {list(self.source.shape)} does not make groups of {self.period} columns to pad to {self.padded}"
+            )
+        _check_columns(f"columns padded from {self.period} to {self.padded}", (self.period, self.padded), self.format)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """With the columns of zeros."""
+        return (self.source.shape[0], self.source.shape[1] // self.period * self.padded)
+
+
+@dataclass(frozen=True)
+class TransposeGroups(Recipe):
+    """Each of ``groups`` equal groups of rows transposed: [groups * K, N] becomes [groups * N, K]. Floats only."""
+
+    op = "transpose_groups"
+    source: Recipe
+    groups: int
+
+    def __post_init__(self) -> None:
+        if not FORMATS[self.source.format].is_float:
+            raise TapeoutError(f"blocks of {self.source.format} cannot be transposed; convert to a float format first")
+        if len(self.source.shape) != 2 or self.source.shape[0] % self.groups:
+            raise TapeoutError(f"shape {list(self.source.shape)} does not make {self.groups} groups to transpose")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns of each group exchanged."""
+        rows, columns = self.source.shape
+        return (self.groups * columns, rows // self.groups)
+
+
+@dataclass(frozen=True)
+class Interleave(Recipe):
+    """Group by group, the rows of every part: gate and up of each expert become neighbours.
+
+    All parts are cut in ``groups`` equal groups of rows, and share columns and format.
+    """
+
+    op = "interleave"
+    parts: tuple[Recipe, ...]
+    groups: int
+
+    def __post_init__(self) -> None:
+        Concat(self.parts)
+        for part in self.parts:
+            if part.shape[0] % self.groups:
+                raise TapeoutError(f"{part.shape[0]} rows do not make {self.groups} groups")
+            _check_group_tiles("groups of rows", part.shape[0] // self.groups, part.format)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All rows of all parts."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+
+def _check_group_tiles(what: str, rows: int, format: str) -> None:
+    _check_tiles(f"{what} of {rows} rows", (rows,), format)
+
+
+@dataclass(frozen=True)
+class Integers(Recipe):
+    """A table of whole numbers from 0 and below ``limit``, ids say, as float32, which holds them up to 2^24."""
+
+    op = "integers"
+    source: Read
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.source.format not in ("i32", "i64"):
+            raise TapeoutError(f"a table of whole numbers is i32 or i64, got {self.source.format}")
+
+    @property
+    def format(self) -> str:
+        """Always f32."""
+        return "f32"
+
+
+@dataclass(frozen=True)
+class Vector(Recipe):
+    """A float32 matrix as one vector, row after row: small tables that no product reads."""
+
+    op = "vector"
+    source: Recipe
+
+    def __post_init__(self) -> None:
+        if len(self.source.shape) != 2 or self.source.format != "f32":
+            raise TapeoutError(f"a vector is made of a f32 matrix, got {list(self.source.shape)} {self.source.format}")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """One axis."""
+        return (math.prod(self.source.shape),)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Raw = Mapping[str, tuple[str, tuple[int, ...], bytes | None]]
-SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1}
+SIZES = {"F32": 4, "BF16": 2, "F16": 2, "I32": 4, "I64": 8, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1}
 
 
 def write_raw(folder: Path, tensors: Raw, config: Mapping[str, Any]) -> Path:
@@ -37,6 +37,13 @@ def pack_quantized(group: int = 32, **changes: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors; ``changes`` go into its top level."""
     fields = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
     return {**fields, "config_groups": {"group_0": int4_group(group)}, **changes}
+
+
+def fp4_quantized(format: str, strategy: str, group: int, **weights: Any) -> dict[str, Any]:
+    """A quantization_config of compressed-tensors for four-bit floats."""
+    fields = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": strategy, "group_size": group, **weights}
+    top = {"quant_method": "compressed-tensors", "format": format}
+    return {**top, "config_groups": {"group_0": {"targets": ["Linear"], "weights": fields}}}
 
 
 def float_quantized(**weights: Any) -> dict[str, Any]:

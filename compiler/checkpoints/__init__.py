@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tapeout.compiler.checkpoints.base import Checkpoint, FileIdentity, TensorInfo
 from tapeout.compiler.checkpoints.gguf import MAGIC, LazyArray, open_gguf
+from tapeout.compiler.checkpoints.onnx import MODEL, is_onnx, open_onnx
 from tapeout.compiler.checkpoints.safetensors import open_safetensors
 from tapeout.compiler.checkpoints.source import resolve_source
 from tapeout.runtime.errors import TapeoutError
@@ -14,7 +15,8 @@ __all__ = ["Checkpoint", "FileIdentity", "LazyArray", "TensorInfo", "open_checkp
 
 ACCEPTED = (
     "accepted are a .gguf file (of a split one its first part), a .safetensors file beside its config.json, "
-    "and a folder with config.json and safetensors files, or with one .gguf file"
+    "a .onnx file beside its config.json, "
+    "and a folder with config.json and safetensors files or model.onnx, or with one .gguf file"
 )
 
 
@@ -33,11 +35,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return open_gguf(path)
     if start[8:9] == b"{":
         return open_safetensors(path)
-    raise TapeoutError(f"{path}: is neither GGUF nor safetensors (it begins with {start!r}); {ACCEPTED}")
+    if is_onnx(start):
+        return open_onnx(path)
+    raise TapeoutError(f"{path}: is neither GGUF nor safetensors nor ONNX (it begins with {start!r}); {ACCEPTED}")
 
 
 def _open_folder(path: Path) -> Checkpoint:
     ggufs = sorted(path.glob("*.gguf"))
+    if (path / MODEL).is_file() and not any(path.glob("*.safetensors*")):
+        return open_onnx(path)
     if not ggufs or (path / "config.json").is_file():
         return open_safetensors(path)
     if len(ggufs) > 1:

@@ -27,7 +27,8 @@ MAX_NAME = 1024  # bytes or characters of a tensor's or key's name: far above an
 class TensorInfo:
     """One tensor: ``shape`` in numpy order ([out, in]), ``offset`` from the file's start.
 
-    ``format`` is of FORMATS, or where the tensor is a part of a packed weight of CARRIERS.
+    ``format`` is of FORMATS, or where the tensor is a part of a packed weight of CARRIERS. A ``transposed`` matrix is
+    stored [in, out], which is also its ``shape``.
     """
 
     name: str
@@ -36,6 +37,7 @@ class TensorInfo:
     file: Path
     offset: int
     nbytes: int
+    transposed: bool = False
 
     @property
     def rows(self) -> int:
@@ -71,12 +73,14 @@ class FileIdentity:
 class Checkpoint:
     """An opened checkpoint, headers only.
 
-    - ``container``: "gguf" or "safetensors";
+    - ``container``: "gguf", "safetensors" or "onnx";
     - ``tensors``: by name, sorted, so that the order in the file cannot be seen;
-    - ``config``: config.json of a safetensors folder; the metadata keys of a GGUF, arrays as ``LazyArray``;
+    - ``config``: config.json of a folder; the metadata keys of a GGUF, arrays as ``LazyArray``;
     - ``generation_config``: generation_config.json, or empty;
+    - ``quantization``: hf_quant_config.json as a quantization_config, or empty;
     - ``tokenizer_files``: file name -> path, empty for a GGUF (its tokenizer is in ``config``);
-    - ``unlisted``: names of tensors that shards hold and their index does not list; they are not in ``tensors``;
+    - ``unlisted``: names of tensors that shards hold and their index does not list, or that are constants of an ONNX
+      graph; they are not in ``tensors``;
     - ``files``: every file that was read, as it was then.
     """
 
@@ -88,6 +92,7 @@ class Checkpoint:
     tokenizer_files: Mapping[str, Path] = field(default_factory=dict[str, Path])
     unlisted: tuple[str, ...] = ()
     files: tuple[FileIdentity, ...] = ()
+    quantization: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def identity(self) -> tuple[FileIdentity, ...]:
         """Path, size, mtime and inode of each file, sorted by path: the key under which results may be cached."""

@@ -1,4 +1,4 @@
-"""compressed-tensors checkpoints: 4-bit integers in pack-quantized, e4m3 numbers in float-quantized.
+"""compressed-tensors checkpoints: integers in pack-quantized and int-quantized, floats in the other formats.
 
 Which module has which scheme follows compressed-tensors: of the targets that match, exact names come first, then
 ``re:`` patterns (matched from the start of the name), then classes; whatever ``ignore`` matches has none.
@@ -9,20 +9,31 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
-from tapeout.compiler.checkpoints.quantized import Weights
+from tapeout.compiler.checkpoints.fp4 import mxfp4_weight, nvfp4_weight
+from tapeout.compiler.checkpoints.names import spellings
+from tapeout.compiler.checkpoints.quantized import ACTIVATIONS, CACHE, Weights, read
 from tapeout.compiler.guards import is_list, is_mapping
 from tapeout.compiler.models.base import Fields
 from tapeout.compiler.recipes import Unpack
 
-_ACTIVATIONS = "activations are not quantized to the scales of the checkpoint"
-_CACHE = "the KV cache has the type that the spec says"
-_PACKED, _FLOAT = ("pack-quantized",), ("float-quantized", "naive-quantized")
+_FORMATS: Mapping[tuple[bool, str], tuple[str, ...]] = {
+    (True, "i32"): ("pack-quantized",),
+    (True, "u8"): ("nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+    (False, "e4m3"): ("float-quantized", "naive-quantized"),
+    (False, "i8"): ("int-quantized", "naive-quantized"),
+}
+"""The formats of packed and of plainly named codes, by their type."""
 _DENSE = ("dense", "fakequant")
+_ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
+"""Modules that many models have as a class of their own, which the target Linear does not name."""
+_GROUPED = ("group", "channel")
+_PER: Mapping[str, Literal["tensor", "row", "block"]] = {"tensor": "tensor", "channel": "row", "block": "block"}
+_FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
 
 
 @dataclass(frozen=True)
@@ -44,11 +55,12 @@ class CompressedTensors(Weights):
 
     packed_suffixes = (".weight_packed", ".weight")
     spares: Mapping[str, str] = {
-        ".input_scale": _ACTIVATIONS,
-        ".input_zero_point": _ACTIVATIONS,
-        ".output_scale": _ACTIVATIONS,
-        ".output_zero_point": _ACTIVATIONS,
-        **{f".{part}_{field}": _CACHE for part in "qkv" for field in ("scale", "zero_point")},
+        ".input_scale": ACTIVATIONS,
+        ".input_global_scale": ACTIVATIONS,
+        ".input_zero_point": ACTIVATIONS,
+        ".output_scale": ACTIVATIONS,
+        ".output_zero_point": ACTIVATIONS,
+        **{f".{part}_{field}": CACHE for part in "qkv" for field in ("scale", "zero_point")},
     }
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -125,10 +137,8 @@ class CompressedTensors(Weights):
         if not is_list(value) or not all(isinstance(name, str) for name in value):
             self.refuse(f"{where} is {value!r:.60}; it must be a list of names")
         for name in value:
-            try:
-                re.compile(name.removeprefix("re:")) if name.startswith("re:") else None
-            except re.error as error:
-                self.refuse(f"{where} has the pattern {name!r}, which is no regular expression ({error})")
+            if name.startswith("re:"):
+                self.check_pattern(where, name, name.removeprefix("re:"))
         return tuple(value)
 
     def scheme_of(self, module: str) -> Scheme | None:
@@ -140,8 +150,8 @@ class CompressedTensors(Weights):
         return self.schemes.get(named)
 
     def check_plain(self, module: str, info: TensorInfo) -> None:
-        """A plain matrix must be one that the config leaves alone."""
-        scheme = self.scheme_of(module)
+        """A plain matrix must be one that the config leaves alone. A router may be no Linear, and in no ignore then."""
+        scheme = None if module.endswith(_ROUTERS) else self.scheme_of(module)
         if scheme and scheme.format not in _DENSE:
             self.refuse(
                 f"{scheme.group} quantizes {module} ({scheme.format}), but tensor {info.name!r} is plain "
@@ -157,23 +167,42 @@ class CompressedTensors(Weights):
                 "or ignore does; a packed weight needs a scheme"
             )
         packed = codes.name.endswith("_packed")
-        legal = _PACKED if packed else _FLOAT
-        if scheme.format not in legal or codes.format != ("i32" if packed else "e4m3"):
+        legal = _FORMATS.get((packed, codes.format), ())
+        if scheme.format not in legal:
             self.refuse(
                 f"{scheme.group} says format {scheme.format!r} for {module}, whose tensor {codes.name!r} is "
-                f"{codes.format}; weights like that are {' or '.join(legal)}"
+                f"{codes.format}; weights like that are {' or '.join(legal) or 'not read'}"
             )
-        return self._int4(module, codes, scheme) if packed else self._fp8(module, codes, scheme)
+        if codes.format == "u8":
+            return self._fp4(module, codes, scheme)
+        return self._fp8(module, codes, scheme) if codes.format == "e4m3" else self._int(module, codes, scheme)
 
-    def _int4(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
-        if (scheme.bits, scheme.type) != (4, "int") or scheme.strategy not in ("group", "channel"):
+    def _fp4(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
+        strategy, size = _FP4[scheme.format]
+        found = (scheme.bits, scheme.type, scheme.symmetric, scheme.strategy, scheme.group_size)
+        if found != (4, "float", True, strategy, size):
             self.refuse(
-                f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}; "
-                "of pack-quantized weights 4-bit int in strategy group or channel are read"
+                f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}, "
+                f"group_size {scheme.group_size}; {scheme.format} is symmetric 4-bit float in strategy {strategy} of "
+                f"group_size {size}"
+            )
+        if size == 32:
+            return mxfp4_weight(self, codes, self.companion(module, ".weight_scale", codes, ("u8", "e8m0")))
+        return nvfp4_weight(self, module, codes, "nvfp4-divided", ".weight_global_scale")
+
+    def _int(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
+        words = codes.format == "i32"
+        bits = (4, 8) if words else (8,)
+        symmetric = scheme.symmetric or scheme.bits == 4
+        if scheme.bits not in bits or (scheme.type, symmetric) != ("int", True) or scheme.strategy not in _GROUPED:
+            self.refuse(
+                f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}"
+                f"{'' if symmetric else ', not symmetric'}; of {scheme.format} weights {' or '.join(map(str, bits))}"
+                f"-bit int in strategy group or channel are read{', those of 8 bits symmetric' if words else ''}"
             )
         if len(codes.shape) != 2:
             self.refuse(f"tensor {codes.name!r} has shape {list(codes.shape)}; packed weights are matrices")
-        rows, k = codes.shape[0], 8 * codes.shape[1]
+        rows, k = codes.shape[0], codes.shape[1] * (32 // scheme.bits if words else 1)
         group = self.group_of(codes, k, scheme.group_size)
         scales = self.companion(module, ".weight_scale", codes, ("bf16", "f16"))
         self.check_shape(scales, (rows, k // group), f"groups of {group} over {[rows, k]}")
@@ -192,6 +221,9 @@ class CompressedTensors(Weights):
                 f"tensor {module + '.weight_g_idx'!r} spreads groups over columns out of order; formats here need "
                 "groups of neighbours, as actorder weight or static give them"
             )
+        if scheme.bits == 8:
+            packing = "pack-quantized-8" if words else "int-quantized"
+            return Unpack(packing, self.int8_format(codes, scales, group), read(codes), read(scales))
         to = self.int4_format(codes, scales, zeros is not None, group)
         return self.int4_weight("pack-quantized", (codes, scales, zeros), to)
 
@@ -208,20 +240,19 @@ class CompressedTensors(Weights):
             )
 
     def _fp8(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
-        blocks = scheme.strategy == "block" and scheme.block == (128, 128)
-        if (scheme.bits, scheme.type, scheme.symmetric) != (8, "float", True) or not (
-            blocks or scheme.strategy == "tensor"
-        ):
+        per = _PER.get(scheme.strategy)
+        odd = per == "block" and scheme.block != (128, 128)
+        if (scheme.bits, scheme.type, scheme.symmetric) != (8, "float", True) or per is None or odd:
             self.refuse(
                 f"{scheme.group} has weights of {scheme.bits} bits, type {scheme.type}, strategy {scheme.strategy}"
                 f"{' ' + 'x'.join(map(str, scheme.block)) if scheme.block else ''}; of float-quantized weights "
-                "symmetric 8-bit float with one scale a tensor, or a block of 128x128, are read"
+                "symmetric 8-bit float with one scale a tensor, a channel, or a block of 128x128, are read"
             )
         scales = self.companion(module, ".weight_scale", codes, ("f32", "bf16", "f16"))
-        return self.fp8_weight(codes, scales, blocks)
+        return self.fp8_weight(codes, scales, per)
 
 
 def _matches(module: str, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
+        return any(re.match(target.removeprefix("re:"), name) for name in spellings(module))
+    return target in spellings(module)

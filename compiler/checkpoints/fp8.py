@@ -1,4 +1,8 @@
-"""Checkpoints of quant_method fp8: e4m3 weights under scales of 128 x 128 blocks (DeepSeek, GLM), or one a tensor."""
+"""Checkpoints of quant_method fp8: e4m3 weights under scales of 128 x 128 blocks (DeepSeek, GLM), or one a tensor.
+
+DeepSeek-V4 calls the scales ``X.scale``, stores them as powers of two (scale_fmt ue8m0), and has experts of four-bit
+floats: i8 [N, K/2] under an exponent for each 32.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
-from tapeout.compiler.checkpoints.quantized import Weights
-from tapeout.compiler.guards import is_list
+from tapeout.compiler.checkpoints.fp4 import mxfp4_weight
+from tapeout.compiler.checkpoints.quantized import ACTIVATIONS, CACHE, Weights
 from tapeout.compiler.recipes import Unpack
 
-_ACTIVATIONS = "activations are not quantized to the scales of the checkpoint"
+_OF_BLOCKS, _OF_TENSOR = (".weight_scale_inv", ".scale"), (".weight_scale",)
+_FP4 = ("i8", "u8", "e2m1")
 
 
 class Fp8(Weights):
@@ -18,10 +23,10 @@ class Fp8(Weights):
 
     packed_suffixes = (".weight",)
     spares: Mapping[str, str] = {
-        ".input_scale": _ACTIVATIONS,
-        ".activation_scale": _ACTIVATIONS,
-        ".k_scale": "the KV cache has the type that the spec says",
-        ".v_scale": "the KV cache has the type that the spec says",
+        ".input_scale": ACTIVATIONS,
+        ".activation_scale": ACTIVATIONS,
+        ".k_scale": CACHE,
+        ".v_scale": CACHE,
     }
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
@@ -31,38 +36,44 @@ class Fp8(Weights):
             self.refuse(f"weight_block_size is {size!r:.60}; read are [128, 128], and none for one scale a tensor")
         self.fields.choice("fmt", {"e4m3": "e4m3"}, "e4m3")
         self.blocks = size is not None
-        plain: Any = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
-        if not is_list(plain):
-            self.refuse(f"modules_to_not_convert is {plain!r:.60}; it must be a list of names")
-        self.plain = {str(name) for name in plain}
+        self.powers = self.fields.choice("scale_fmt", {"float": "", "ue8m0": "ue8m0"}, "float")
+        self.experts = self.fields.choice("expert_dtype", {"fp8": "fp8", "fp4": "fp4", "unsaid": ""}, "unsaid")
+        key = "modules_to_not_convert" if config.get("modules_to_not_convert") else "ignored_layers"
+        self.plain = self.names(key, regular=True)
 
     @property
-    def scale(self) -> str:
-        """What the name of a scale ends with."""
-        return ".weight_scale_inv" if self.blocks else ".weight_scale"
+    def scales(self) -> tuple[str, ...]:
+        """What the name of a scale may end with."""
+        return _OF_BLOCKS if self.blocks else _OF_TENSOR
 
     def check_plain(self, module: str, info: TensorInfo) -> None:
         """A plain matrix has no scales."""
-        for suffix in (".weight_scale_inv", ".weight_scale"):
-            if module + suffix in self.tensors:
-                self.refuse(
-                    f"tensor {info.name!r} is plain {info.format}, but there is a tensor {module + suffix!r}; scales "
-                    "belong to e4m3 weights alone"
-                )
+        self.check_no_scales(module, info, (".weight_scale_inv", ".weight_scale"))
 
     def unpack(self, module: str, codes: TensorInfo) -> Unpack:
-        """e4m3 codes and their scales, which multiply."""
-        if codes.format != "e4m3":
-            self.refuse(f"tensor {codes.name!r} is {codes.format}; quantized weights of quant_method fp8 are e4m3")
-        if module in self.plain:
+        """e4m3 codes, or of experts E2M1 ones, and their scales, which multiply."""
+        four_bits = codes.format in _FP4 and self.experts != "fp8"
+        if codes.format != "e4m3" and not four_bits:
             self.refuse(
-                f"modules_to_not_convert names {module}, but tensor {codes.name!r} is e4m3; one of both must go"
+                f"tensor {codes.name!r} is {codes.format}; quantized weights of quant_method fp8 are e4m3"
+                f"{'' if self.experts else ', experts of four bits i8'}"
             )
-        other = ".weight_scale" if self.blocks else ".weight_scale_inv"
-        if module + self.scale not in self.tensors and module + other in self.tensors:
+        self.check_excluded(module, codes, self.plain)
+        suffix = self._suffix(module)
+        if four_bits:
+            return mxfp4_weight(self, codes, self.companion(module, suffix, codes, ("e8m0", "u8")))
+        types = ("f32", "bf16", "f16", "e8m0", *(("u8",) if self.powers else ()))
+        return self.fp8_weight(
+            codes, self.companion(module, suffix, codes, types), "block" if self.blocks else "tensor"
+        )
+
+    def _suffix(self, module: str) -> str:
+        """What the name of a module's scale ends with."""
+        found = [suffix for suffix in self.scales if module + suffix in self.tensors]
+        other = next((each for each in (*_OF_BLOCKS, *_OF_TENSOR) if module + each in self.tensors), None)
+        if not found and other is not None:
             self.refuse(
                 f"weight_block_size is {[128, 128] if self.blocks else None}, under which scales are called "
-                f"*{self.scale}, but there is a tensor {module + other!r}"
+                f"*{' or *'.join(self.scales)}, but there is a tensor {module + other!r}"
             )
-        scales = self.companion(module, self.scale, codes, ("f32", "bf16", "f16"))
-        return self.fp8_weight(codes, scales, self.blocks)
+        return found[0] if found else self.scales[0]

@@ -18,7 +18,7 @@ from typing import Any, overload
 import numpy as np
 
 from tapeout.compiler.checkpoints.base import MAX_NAME, Checkpoint, FileIdentity, TensorInfo, sorted_tensors
-from tapeout.compiler.formats import Format, by_gguf_id
+from tapeout.compiler.formats import Carrier, Format, by_gguf_id
 from tapeout.runtime.errors import TapeoutError
 
 MAGIC = b"GGUF"
@@ -327,7 +327,7 @@ class _Claim:
 
     name: str
     shape: tuple[int, ...]
-    format: Format
+    format: Format | Carrier
     offset: int
     nbytes: int
 
@@ -354,7 +354,7 @@ def _tensor(reader: _Reader) -> _Claim:
     return _Claim(name, shape, form, reader.number("<Q"), nbytes)
 
 
-def _format(reader: _Reader, kind: int) -> Format:
+def _format(reader: _Reader, kind: int) -> Format | Carrier:
     try:
         return by_gguf_id(kind)
     except TapeoutError as error:

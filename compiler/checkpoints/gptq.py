@@ -1,7 +1,8 @@
 """GPTQ checkpoints of 4 bits: ``qweight`` i32 [K/8, N], ``qzeros`` i32 [groups, N/8], ``scales`` [groups, N].
 
 Files of checkpoint_format gptq store the zero point less one; those of gptq_v2 store it as it is (AutoGPTQ and
-GPTQModel, ``qlinear``).
+GPTQModel, ``qlinear``). With act-order ``g_idx`` [K] spreads the groups over columns; no format of blocks has them so,
+and the weight is read as the float32 numbers that it stands for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
-from tapeout.compiler.checkpoints.quantized import Weights
+from tapeout.compiler.checkpoints.quantized import Weights, read
 from tapeout.compiler.recipes import Unpack
 from tapeout.runtime.errors import TapeoutError
 
@@ -68,29 +69,32 @@ class Gptq(Transposed):
         self.symmetric = self.fields.flag("sym", False)
 
     def unpack(self, module: str, codes: TensorInfo) -> Unpack:
-        """Groups must be neighbours."""
+        """Groups of neighbours keep their codes."""
         words, n = self.check_words(codes)
         k = 8 * words
         group = self.group_of(codes, k, self.group_size)
         scales, zeros = self.scales_and_zeros(module, codes, (n, k), group)
-        self._check_order(module, k, group)
+        order = self._order(module, k, group)
+        if order is not None:
+            parts = [read(part) for part in (codes, scales, zeros)]
+            return Unpack(self.packing, "f32", *parts, order=read(order))
         to = self.int4_format(codes, scales, not self.symmetric, group)
         return self.int4_weight(self.packing, (codes, scales, zeros), to)
 
-    def _check_order(self, module: str, k: int, group: int) -> None:
-        """Refuse act-order: groups must be neighbours."""
+    def _order(self, module: str, k: int, group: int) -> TensorInfo | None:
+        """The tensor that says which group a column is in, or None where groups are neighbours."""
         info = self.tensors.get(module + ".g_idx")
         if info is None:
             if self.fields.flag("desc_act", False) and not self.fields.flag("static_groups", False):
                 self.refuse(f"desc_act is true, but there is no tensor {module + '.g_idx'!r} that says the order")
-            return
+            return None
         self.checked.add(info.name)
         self.check_shape(info, (k,), f"columns of {module}")
         order = self.checkpoint.read(info.name).view("<i8" if info.format == "i64" else "<i4").reshape(-1)
-        wrong = np.flatnonzero(order != np.arange(k) // group)
+        wrong = np.flatnonzero((order < 0) | (order >= k // group))
         if wrong.size:
             raise TapeoutError(
-                f"{info.file}: tensor {info.name!r} puts column {wrong[0]} in group {order[wrong[0]]} and not in "
-                f"{wrong[0] // group} (act-order); formats here need groups of neighbours: quantize with desc_act "
-                "false, or with static_groups"
+                f"{info.file}: tensor {info.name!r} puts column {wrong[0]} in group {order[wrong[0]]}; "
+                f"{k} columns in groups of {group} have groups 0 to {k // group - 1}"
             )
+        return None if (order == np.arange(k) // group).all() else info

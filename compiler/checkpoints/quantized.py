@@ -5,14 +5,18 @@ Families ask for ``X.weight`` and know nothing of this. Each quant_method has a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
+from tapeout.compiler.checkpoints.hub import QUANTIZATION
+from tapeout.compiler.checkpoints.names import matches_start
+from tapeout.compiler.checkpoints.quantization_config import quantization_config
 from tapeout.compiler.formats import CARRIERS, FORMATS
-from tapeout.compiler.guards import is_mapping
+from tapeout.compiler.guards import is_list
 from tapeout.compiler.models.base import Fields
-from tapeout.compiler.recipes import Read, Recipe, Unpack
+from tapeout.compiler.recipes import Read, Recipe, TransposeGroups, Unpack
 from tapeout.runtime.errors import TapeoutError
 
 INT4_FORMATS: Mapping[tuple[str, bool], tuple[str, ...]] = {
@@ -22,6 +26,10 @@ INT4_FORMATS: Mapping[tuple[str, bool], tuple[str, ...]] = {
     ("f16", True): ("int4_g128_zp_f16", "int4_g32_zp_f16"),
 }
 """Formats that hold four-bit groups, by the type of their scales and whether there are zero points, widest first."""
+INT8_FORMATS: Mapping[str, tuple[str, ...]] = {"bf16": ("int8_g128", "int8_g32"), "f16": ("q8_0",)}
+"""The same for eight-bit groups, which have no zero points."""
+ACTIVATIONS = "activations are not quantized to the scales of the checkpoint"
+CACHE = "the KV cache has the type that the spec says"
 
 
 class Weights:
@@ -39,7 +47,8 @@ class Weights:
         self.checkpoint = checkpoint
         self.tensors = checkpoint.tensors
         self.checked: set[str] = set()
-        self.where = f"{checkpoint.path}: config.json: quantization_config"
+        beside = config is not None and config is checkpoint.quantization
+        self.where = f"{checkpoint.path}: {QUANTIZATION if beside else 'config.json: quantization_config'}"
         self.fields = Fields(config or {}, self.where)
 
     def find(self, name: str) -> Recipe | None:
@@ -53,6 +62,8 @@ class Weights:
         info = self.tensors.get(name)
         if info is None:
             return None
+        if info.format in ("i32", "i64") and module == name and len(info.shape) == 2:
+            return read(info)  # a table of ids
         if info.format in CARRIERS:
             raise TapeoutError(
                 f"{info.file}: tensor {info.name!r} holds {info.format} codes without scales; they are weights only "
@@ -60,7 +71,7 @@ class Weights:
             )
         if len(info.shape) == 2:
             self.check_plain(module, info)
-        return Read(info.name, info.shape, info.format)
+        return TransposeGroups(read(info), 1) if info.transposed else read(info)
 
     def spare(self, tensor: str) -> str | None:
         """Why a tensor beside a packed weight is not read, or None when it is not known to be one."""
@@ -118,7 +129,13 @@ class Weights:
 
     def int4_format(self, codes: TensorInfo, scales: TensorInfo, zeros: bool, group: int) -> str:
         """The widest format whose groups divide those of the checkpoint."""
-        held = INT4_FORMATS[scales.format, zeros]
+        return self._widest(INT4_FORMATS[scales.format, zeros], codes, scales, zeros, group)
+
+    def int8_format(self, codes: TensorInfo, scales: TensorInfo, group: int) -> str:
+        """The same for eight-bit integers."""
+        return self._widest(INT8_FORMATS[scales.format], codes, scales, False, group)
+
+    def _widest(self, held: tuple[str, ...], codes: TensorInfo, scales: TensorInfo, zeros: bool, group: int) -> str:
         for name in held:
             if group % FORMATS[name].block == 0:
                 return name
@@ -127,44 +144,90 @@ class Weights:
             f"{' with zero points' if zeros else ''}; groups must be multiples of {FORMATS[held[-1]].block}"
         )
 
-    def fp8_weight(self, codes: TensorInfo, scales: TensorInfo, blocks: bool) -> Unpack:
-        """e4m3 codes under one scale, or one for each 128 x 128 block."""
+    def fp8_weight(self, codes: TensorInfo, scales: TensorInfo, per: Literal["tensor", "row", "block"]) -> Unpack:
+        """e4m3 codes under one scale, or one for each row or each 128 x 128 block."""
         if len(codes.shape) != 2 or codes.shape[1] % 32:
             raise TapeoutError(
                 f"{codes.file}: tensor {codes.name!r} has shape {list(codes.shape)}; "
                 "fp8 weights are matrices of whole groups of 32 columns here"
             )
-        if blocks:
+        if per == "block":
             wanted = (-(-codes.shape[0] // 128), -(-codes.shape[1] // 128))
             self.check_shape(scales, wanted, f"blocks of 128 x 128 over {list(codes.shape)}")
-        elif scales.shape not in ((), (1,), (1, 1)):
+        elif per == "row" and scales.shape != codes.shape[:1]:
+            self.check_shape(scales, (codes.shape[0], 1), f"one scale a row over {list(codes.shape)}")
+        elif per == "tensor" and scales.shape not in ((), (1,), (1, 1)):
             self.check_shape(scales, (1,), "weights under one scale a tensor")
-        return Unpack("fp8", "fp8_block128" if blocks else "fp8", _read(codes), _read(scales))
+        return Unpack(
+            "fp8", {"tensor": "fp8", "row": "fp8_row", "block": "fp8_block128"}[per], read(codes), read(scales)
+        )
 
     def int4_weight(self, packing: str, parts: tuple[TensorInfo, TensorInfo, TensorInfo | None], to: str) -> Unpack:
         """Four-bit codes, their scales, and zero points where there are some."""
         codes, scales, zeros = parts
-        return Unpack(packing, to, _read(codes), _read(scales), _read(zeros) if zeros else None)
+        return Unpack(packing, to, read(codes), read(scales), read(zeros) if zeros else None)
+
+    def names(self, key: str, config: Mapping[str, Any] | None = None, *, regular: bool = False) -> tuple[str, ...]:
+        """A list of names or patterns, ``regular`` expressions or not."""
+        value: Any = (self.fields.raw if config is None else config).get(key) or []
+        if not is_list(value) or not all(isinstance(name, str) for name in value):
+            self.refuse(f"{key} is {value!r:.60}; it must be a list of names")
+        for name in value if regular else ():
+            self.check_pattern(key, name, name)
+        return tuple(value)
+
+    def check_pattern(self, key: str, name: str, pattern: str) -> None:
+        """Refuse what is no regular expression."""
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            self.refuse(f"{key} has the pattern {name!r}, which is no regular expression ({error})")
+
+    def check_excluded(self, module: str, codes: TensorInfo, plain: tuple[str, ...]) -> None:
+        """Refuse codes of a module that modules_to_not_convert names."""
+        pattern = matches_start(module, plain)
+        if pattern is not None:
+            self.refuse(
+                f"modules_to_not_convert names {module}{f' ({pattern!r})' if pattern != module else ''}, "
+                f"but tensor {codes.name!r} is {codes.format}; one of both must go"
+            )
+
+    def check_no_scales(self, module: str, info: TensorInfo, suffixes: tuple[str, ...]) -> None:
+        """Refuse scales beside a plain matrix."""
+        for suffix in suffixes:
+            if module + suffix in self.tensors:
+                self.refuse(
+                    f"tensor {info.name!r} is plain {info.format}, but there is a tensor {module + suffix!r}; scales "
+                    "belong to codes alone"
+                )
 
 
-def _read(info: TensorInfo) -> Read:
+def read(info: TensorInfo) -> Read:
+    """The recipe that reads a tensor as it is."""
     return Read(info.name, info.shape, info.format)
 
 
-METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4")
 
 
 def weights_of(checkpoint: Checkpoint) -> Weights:
     """How the weights of a checkpoint are to be found. Raises TapeoutError for a quant_method that is not read."""
-    config = _quantization_config(checkpoint)
+    if checkpoint.container == "gguf":
+        from tapeout.compiler.checkpoints.fp4 import GgufWeights  # noqa: PLC0415 - they build on this module
+
+        return GgufWeights(checkpoint)
+    config = quantization_config(checkpoint)
     if config is None:
         return Weights(checkpoint)
     from tapeout.compiler.checkpoints.awq import Awq  # noqa: PLC0415 - they build on this module
     from tapeout.compiler.checkpoints.compressed_tensors import CompressedTensors  # noqa: PLC0415
+    from tapeout.compiler.checkpoints.fp4 import Mxfp4  # noqa: PLC0415
     from tapeout.compiler.checkpoints.fp8 import Fp8  # noqa: PLC0415
     from tapeout.compiler.checkpoints.gptq import Gptq  # noqa: PLC0415
+    from tapeout.compiler.checkpoints.modelopt import ModelOpt  # noqa: PLC0415
 
-    readers: dict[str, type[Weights]] = dict(zip(METHODS, (CompressedTensors, Fp8, Gptq, Awq), strict=True))
+    kinds = (CompressedTensors, Fp8, Gptq, Awq, ModelOpt, Mxfp4)
+    readers: dict[str, type[Weights]] = dict(zip(METHODS, kinds, strict=True))
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in readers:
         raise TapeoutError(
@@ -172,26 +235,3 @@ def weights_of(checkpoint: Checkpoint) -> Weights:
             f"read are {', '.join(METHODS)}"
         )
     return readers[method](checkpoint, config)
-
-
-def _quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The one that config.json has, at its top or in text_config (compression_config is its old name)."""
-    if checkpoint.container != "safetensors":
-        return None
-    text: Any = checkpoint.config.get("text_config")
-    levels: list[tuple[str, Mapping[str, Any]]] = [("", checkpoint.config)]
-    if is_mapping(text):
-        levels.append(("text_config.", text))
-    found: list[tuple[str, Any]] = []
-    for prefix, level in levels:
-        for key in ("quantization_config", "compression_config"):
-            if level.get(key) is not None:
-                found.append((prefix + key, level[key]))
-    for name, value in found:
-        if not is_mapping(value):
-            raise TapeoutError(f"{checkpoint.path}: config.json: {name} is {value!r:.60}; it must be an object")
-        if value != found[0][1]:
-            raise TapeoutError(
-                f"{checkpoint.path}: config.json: {found[0][0]} and {name} differ; leave the one that is right"
-            )
-    return found[0][1] if found else None

@@ -20,16 +20,17 @@ from tapeout.compiler.checkpoints.base import (
     load_json_object,
     sorted_tensors,
 )
+from tapeout.compiler.checkpoints.hub import HubFiles
 from tapeout.compiler.formats import by_safetensors
 from tapeout.runtime.errors import TapeoutError
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+    "C64": 64,
 }  # fmt: skip
 
 
@@ -53,14 +54,8 @@ def open_safetensors(path: Path) -> Checkpoint:
     shards, assigned = ([path], None) if path.is_file() else _shards(folder)
     if path.is_file() and (match := SHARD.fullmatch(path.name)) and int(match["count"]) > 1:
         raise TapeoutError(f"{path}: is one of {int(match['count'])} shards; name the folder {folder} instead")
-    config_path = folder / "config.json"
-    if not config_path.is_file():
-        raise TapeoutError(
-            f"{folder}: has no config.json; a safetensors checkpoint needs the model's config.json beside it"
-        )
-    generation = folder / "generation_config.json"
-    tokenizer = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    small = [config_path, *tokenizer.values(), *(each for each in (generation, folder / INDEX) if each.is_file())]
+    hub = HubFiles.beside(folder, "a safetensors checkpoint")
+    small = [*hub.paths, *(each for each in (folder / INDEX,) if each.is_file())]
     files = tuple(FileIdentity.of(each) for each in sorted([*shards, *small]))
     headers = {shard: read_header(shard) for shard in shards}
     tensors, unlisted = _choose(headers, assigned, folder)
@@ -68,9 +63,10 @@ def open_safetensors(path: Path) -> Checkpoint:
         container="safetensors",
         path=path,
         tensors=sorted_tensors(_tensor(shard, entry) for shard, entry in tensors),
-        config=load_json_object(config_path),
-        generation_config=load_json_object(generation) if generation.is_file() else {},
-        tokenizer_files=tokenizer,
+        config=hub.read_config(),
+        generation_config=hub.read_generation_config(),
+        quantization=hub.read_quantization(),
+        tokenizer_files=hub.tokenizer,
         unlisted=unlisted,
         files=files,
     )
@@ -180,9 +176,9 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 def _entry(path: Path, name: str, value: Any, start: int) -> Entry:
     dtype, shape, begin, end = _fields(path, name, value)
-    if dtype not in DTYPE_BYTES:
-        raise TapeoutError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}; known: {', '.join(DTYPE_BYTES)}")
-    needed = math.prod(shape) * DTYPE_BYTES[dtype]
+    if dtype not in DTYPE_BITS:
+        raise TapeoutError(f"{path}: tensor {name!r} has unknown dtype {dtype!r}; known: {', '.join(DTYPE_BITS)}")
+    needed = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
     if end - begin != needed:
         raise TapeoutError(
             f"{path}: tensor {name!r} of shape {list(shape)} and dtype {dtype} needs {needed} bytes and its offsets "

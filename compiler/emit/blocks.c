@@ -23,6 +23,7 @@ TAKE(q4_0) { nibbles(b + 2, to->codes); }
 TAKE(q4_1) { nibbles(b + 4, to->codes); }
 TAKE(q5_0) { nibbles(b + 6, to->codes), fifth_bits(b + 2, to->codes); }
 TAKE(q5_1) { nibbles(b + 8, to->codes), fifth_bits(b + 4, to->codes); }
+TAKE(iq4_nl) { nibbles(b + 2, to->codes); }
 TAKE(q8_0) {
     for (int i = 0; i < 32; i++) to->codes[i] = b[2 + i] ^ 0x80;
 }
@@ -79,6 +80,29 @@ TAKE(q6_k) {
     memcpy(to->sub, b + 192, 16);
 }
 
+/* d, two high bits of eight scales, their four low bits, qs[128] */
+TAKE(iq4_xs) {
+    for (int g = 0; g < 8; g++) {
+        int low = b[4 + g / 2] >> (4 * (g % 2)) & 15, high = u16(b + 2) >> (2 * g) & 3;
+        to->sub[g] = (int8_t)((low | high << 4) - 32);
+        nibbles(b + 8 + 16 * g, to->codes + 32 * g);
+    }
+}
+
+/* E2M1 is doubled in its table, so d is half of the scale: of 2^(e - 127), or of a float32. */
+TAKE(mxfp4) {
+    uint32_t e = b[0];
+    to->wide = e == 255 ? 0x7fc00000u : e < 2 ? 0x00200000u << e : (e - 1) << 23;
+    nibbles(b + 1, to->codes);
+}
+TAKE(nvfp4) {
+    float scale;
+    memcpy(&scale, b, 4);
+    scale *= 0.5f;
+    memcpy(&to->wide, &scale, 4), memcpy(to->sub, b + 4, 2);
+    nibbles(b + 6, to->codes);
+}
+
 /* int4: [d][zero, where blocks have one][nibbles]; each 32 elements as in Q4_0. */
 static void four_bits(const uint8_t *restrict qs, uint8_t *restrict codes, int n) {
     for (int k = 0; k < n; k += 32, qs += 16) nibbles(qs, codes + k);
@@ -89,6 +113,13 @@ TAKE(int4_g128) { four_bits(b + 2, to->codes, 128); }
 TAKE(int4_g32_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 32); }
 TAKE(int4_g64_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 64); }
 TAKE(int4_g128_zp) { to->zero = b[2], four_bits(b + 3, to->codes, 128); }
+
+/* int8: [d][codes]; a code is a signed byte. */
+static void eight_bits(const uint8_t *restrict b, uint8_t *restrict codes, int n) {
+    for (int i = 0; i < n; i++) codes[i] = b[2 + i] ^ 0x80;
+}
+TAKE(int8_g32) { eight_bits(b, to->codes, 32); }
+TAKE(int8_g128) { eight_bits(b, to->codes, 128); }
 
 static const format formats[] = {
     [2] = {18, 32, 32, 4, 0, 0, 0, 0, take_q4_0, .lines_at = 2},
@@ -101,6 +132,10 @@ static const format formats[] = {
     [12] = {144, 256, 32, 4, 1, 1, 0, 2, take_q4_k, .lines_at = 0},
     [13] = {176, 256, 32, 5, 1, 1, 0, 2, take_q5_k, .lines_at = 0},
     [14] = {210, 256, 16, 6, 0, 1, 208, 0, take_q6_k, .lines_at = 0},
+    [20] = {18, 32, 32, 4, 0, 0, 0, 0, take_iq4_nl, .lines_at = 2, .table = IQ4_TABLE},
+    [23] = {136, 256, 32, 4, 0, 1, 0, 0, take_iq4_xs, .lines_at = 0, .table = IQ4_TABLE},
+    [MXFP4] = {MXFP4_BYTES, 32, 32, 4, 0, 0, 0, 0, take_mxfp4, .lines_at = 1, .table = E2M1_TABLE, .wide = 1},
+    [NVFP4] = {NVFP4_BYTES, 32, 16, 4, 0, 1, 0, 0, take_nvfp4, .lines_at = 6, .table = E2M1_TABLE, .wide = 1, .e4m3_sub = 1},
     [201] = {18, 32, 32, 4, 0, 0, 0, 0, take_int4_g32, .lines_at = 2, .bf16 = 1},
     [202] = {34, 64, 64, 4, 0, 0, 0, 0, take_int4_g64, .lines_at = 2, .bf16 = 1},
     [203] = {66, 128, 128, 4, 0, 0, 0, 0, take_int4_g128, .lines_at = 2, .bf16 = 1},
@@ -109,6 +144,8 @@ static const format formats[] = {
     [208] = {35, 64, 64, 4, 0, 0, 0, 0, take_int4_g64_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2, .bf16 = 1},
     [209] = {19, 32, 32, 4, 0, 0, 0, 0, take_int4_g32_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2},
     [210] = {67, 128, 128, 4, 0, 0, 0, 0, take_int4_g128_zp, .lines_at = 3, .has_zero = 1, .zero_at = 2},
+    [213] = {34, 32, 32, 8, 0, 0, 0, 0, take_int8_g32, .lines_at = 2, .bf16 = 1},
+    [214] = {130, 128, 128, 8, 0, 0, 0, 0, take_int8_g128, .lines_at = 2, .bf16 = 1},
 };
 
 const format *tp_format(int id) {
@@ -143,6 +180,17 @@ static int blocks_not_finite(const format *f, const uint8_t *row, int64_t row_by
     return bad;
 }
 
+/* Products of a power of two or of a float32 may overflow, so it is values that are looked at. */
+static int values_not_finite(int id, const format *f, const uint8_t *row, int64_t row_bytes) {
+    float values[SUPER];
+    int bad = 0;
+    for (int64_t at = 0; at < row_bytes; at += f->block_bytes) {
+        tp_decode(id, row + at, values, 1, f->super);
+        bad |= floats_not_finite(F32, (const uint8_t *)values, f->super);
+    }
+    return bad;
+}
+
 static int e4m3_not_finite(const uint8_t *row, int64_t row_bytes) {
     int bad = 0;
     for (int64_t at = 0; at < row_bytes; at += E4M3_BLOCK_BYTES) {
@@ -157,7 +205,8 @@ int64_t tp_first_not_finite(int id, const uint8_t *data, int64_t row_bytes, int6
     const format *f = tp_format(id);
     for (int64_t row = 0; row < rows; row++, data += row_bytes) {
         int bad = is_float(id) ? floats_not_finite(id, data, row_bytes / float_bytes(id))
-            : f ? blocks_not_finite(f, data, row_bytes) : e4m3_not_finite(data, row_bytes);
+            : !f ? e4m3_not_finite(data, row_bytes)
+            : f->wide ? values_not_finite(id, f, data, row_bytes) : blocks_not_finite(f, data, row_bytes);
         if (bad) return row;
     }
     return -1;

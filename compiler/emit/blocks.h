@@ -9,13 +9,16 @@
 #include <string.h>
 
 enum { SUPER = 256, GROUPS = 16 };
-enum { F32 = 0, F16 = 1, BF16 = 30, FP8 = 205, FP8_BLOCK128 = 206 };
+enum { F32 = 0, F16 = 1, BF16 = 30, FP8 = 205, FP8_BLOCK128 = 206, FP8_ROW = 212 };
 enum { E4M3_BLOCK = 32, E4M3_BLOCK_BYTES = 4 + E4M3_BLOCK }; /* scale float32, then e4m3 numbers */
+enum { MXFP4 = 39, MXFP4_BYTES = 17, NVFP4 = 211, NVFP4_BYTES = 22 };
+enum { E2M1_TABLE = 1, IQ4_TABLE = 2 }; /* what codes stand for (fp4.c) */
 
 typedef struct {
     uint16_t d, dmin;        /* float16 bits; d is bfloat16 where the format says so */
     int8_t sub[GROUPS];      /* scale of each group, times d */
     uint8_t submin[GROUPS];  /* minimum of each group, times dmin */
+    uint32_t wide;           /* float32 bits of d, where the format says so */
     uint8_t zero;            /* zero of the block, where blocks have one */
     uint8_t codes[SUPER];
 } parts;
@@ -27,7 +30,13 @@ typedef struct {
     int lines_at;            /* where the codes lie as the lines of a plane (compiler/layouts.py), or 0 */
     int has_zero, zero_at;
     int bf16;                /* d is bfloat16 */
+    int table;               /* codes stand for the numbers of a table */
+    int wide, e4m3_sub;      /* d is float32 (parts.wide); sub holds e4m3 numbers */
 } format;
+
+/* fp8.c */
+uint8_t tp_to_e4m3(float value);
+float tp_of_e4m3(uint8_t code);
 
 /* The format of a number, or NULL for plain floats and e4m3 numbers. */
 const format *tp_format(int id);
@@ -40,7 +49,7 @@ static inline void tp_take(const format *f, const uint8_t *block, parts *to) {
 }
 
 static inline int is_float(int id) { return id == F32 || id == F16 || id == BF16; }
-static inline int is_e4m3(int id) { return id == FP8 || id == FP8_BLOCK128; }
+static inline int is_e4m3(int id) { return id == FP8 || id == FP8_BLOCK128 || id == FP8_ROW; }
 static inline int float_bytes(int id) { return id == F32 ? 4 : 2; }
 
 #endif

@@ -23,12 +23,20 @@ from tapeout.compiler.recipes import (
     Constant,
     Convert,
     Divide,
+    Flatten,
+    GroupRows,
     HalvesFromPairs,
+    Integers,
+    Interleave,
     Pack,
+    PadColumns,
+    PadRows,
     Read,
     Recipe,
     Rows,
+    TransposeGroups,
     Unpack,
+    Vector,
 )
 from tapeout.runtime.errors import TapeoutError
 
@@ -73,13 +81,16 @@ class Evaluator:
     native: Native
     _largest_of: dict[Recipe, float] = field(default_factory=dict[Recipe, float], init=False)
     _largest_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _held: threading.local = field(default_factory=threading.local, init=False)
 
     @cached_property
     def unpacker(self) -> Unpacker:
         """What unpacks weights of other tools."""
         return Unpacker(self.checkpoint)
 
-    def rows(self, recipe: Recipe, start: int, stop: int, errors: ErrorSums) -> Bytes:  # noqa: PLR0911 - one a recipe
+    def rows(  # noqa: C901, PLR0911, PLR0912 - one case a recipe
+        self, recipe: Recipe, start: int, stop: int, errors: ErrorSums
+    ) -> Bytes:
         """Rows [start, stop) of a recipe as uint8 [stop - start, row_bytes] in its format.
 
         Adds the error of every lossy conversion on the way to ``errors``. Raises TapeoutError for NaN or infinite
@@ -95,8 +106,26 @@ class Evaluator:
             case Concat():
                 found = [self.rows(part, first, last, errors) for part, first, last in _overlaps(recipe, start, stop)]
                 return found[0] if len(found) == 1 else np.concatenate(found)
-            case HalvesFromPairs():
-                return self._halves_from_pairs(recipe, start, stop, errors)
+            case Flatten():
+                return self.rows(recipe.source, start, stop, errors)
+            case HalvesFromPairs() | GroupRows():
+                source = _source_rows(recipe, np.arange(start, stop))
+                first, last = int(source.min()), int(source.max())
+                return self.rows(recipe.source, first, last + 1, errors)[source - first]
+            case Interleave():
+                return np.concatenate([self.rows(*piece, errors) for piece in _interleaved(recipe, start, stop)])
+            case PadRows():
+                return self._padded_rows(recipe, start, stop, errors)
+            case PadColumns():
+                return _padded_columns(recipe, self.rows(recipe.source, start, stop, errors))
+            case TransposeGroups():
+                return self._transposed(recipe, start, stop, errors)
+            case Integers():
+                return self._integers(recipe, start, stop)
+            case Vector():
+                k = recipe.source.shape[1]
+                whole = self.rows(recipe.source, start // k, -(-stop // k), errors)
+                return whole.reshape(-1, 4)[start % k :][: stop - start]
             case Convert():
                 return self._convert(recipe, start, stop, errors)
             case AddOne():
@@ -132,13 +161,47 @@ class Evaluator:
         rows = self.rows(recipe.source, start, stop, errors)
         return np.ascontiguousarray(rows[:, known.row_bytes(recipe.start) : known.row_bytes(recipe.stop)])
 
-    def _halves_from_pairs(self, recipe: HalvesFromPairs, start: int, stop: int, errors: ErrorSums) -> Bytes:
-        head = recipe.shape[0] // recipe.heads
-        out = np.arange(start, stop)
-        half, i = np.divmod(out % head, head // 2)
-        source = out - out % head + 2 * i + half
-        first, last = int(source.min()), int(source.max())
-        return self.rows(recipe.source, first, last + 1, errors)[source - first]
+    def _padded_rows(self, recipe: PadRows, start: int, stop: int, errors: ErrorSums) -> Bytes:
+        group, i = np.divmod(np.arange(start, stop), recipe.padded)
+        held = i < recipe.period
+        size = FORMATS[recipe.format].row_bytes(recipe.shape[1] if len(recipe.shape) == 2 else 1)
+        out = np.zeros((stop - start, size), np.uint8)
+        if held.any():
+            source = (group * recipe.period + i)[held]
+            first, last = int(source[0]), int(source[-1])
+            out[held] = self.rows(recipe.source, first, last + 1, errors)[source - first]
+        return out
+
+    def _transposed(self, recipe: TransposeGroups, start: int, stop: int, errors: ErrorSums) -> Bytes:
+        n, out = recipe.source.shape[1], list[Bytes]()
+        while start < stop:
+            group, first = divmod(start, n)
+            last = min(n, first + stop - start)
+            out.append(np.ascontiguousarray(self._group(recipe, group, errors)[:, first:last].swapaxes(0, 1)))
+            start += last - first
+        return np.concatenate(out).reshape(sum(len(part) for part in out), -1)
+
+    def _group(self, recipe: TransposeGroups, group: int, errors: ErrorSums) -> Bytes:
+        """One group before it is transposed, [K, N, bytes]; kept for the strips of rows that follow on this thread."""
+        held: tuple[TransposeGroups, int, Bytes] | None = self._held.__dict__.get("group")
+        if held is None or held[:2] != (recipe, group):
+            k = recipe.shape[1]
+            data = self.rows(recipe.source, group * k, (group + 1) * k, errors)
+            held = recipe, group, data.reshape(k, recipe.source.shape[1], -1)
+            self._held.__dict__["group"] = held
+        return held[2]
+
+    def _integers(self, recipe: Integers, start: int, stop: int) -> Bytes:
+        info = self.checkpoint.tensors[recipe.source.tensor]
+        values = self.checkpoint.read_rows(info, start, stop).view("<i4" if info.format == "i32" else "<i8")
+        bad = (values < 0) | (values >= recipe.limit)
+        if bad.any():
+            row = int(np.argwhere(bad)[0][0])
+            raise TapeoutError(
+                f"{info.file}: tensor {info.name!r} holds {values[bad][0]} in row {start + row}; its numbers must lie "
+                f"from 0 to {recipe.limit - 1}"
+            )
+        return values.astype("<f4").view(np.uint8)
 
     def _divide(self, recipe: Divide, start: int, stop: int, errors: ErrorSums) -> Bytes:
         over, under = (self.rows(part, start, stop, errors).view("<f4") for part in recipe.inputs)
@@ -160,8 +223,8 @@ class Evaluator:
         if recipe.to == "f32":
             return values.view(np.uint8)
         try:
-            if tiles and not tiles[0]:
-                rows = self.native.encode_fp8(values, self._largest(recipe))
+            if FORMATS[recipe.to].needs_largest:
+                rows = self.native.encode_under(recipe.to, values, self._largest(recipe))
             else:
                 rows = self.native.encode(recipe.to, values)
         except ValueError as problem:
@@ -203,29 +266,62 @@ class Evaluator:
         raise AssertionError(reason)
 
 
-def _pair_of(recipe: HalvesFromPairs, row: int) -> int:
-    """The input row that becomes output row ``row``."""
+def _padded_columns(recipe: PadColumns, rows: Bytes) -> Bytes:
+    known = FORMATS[recipe.format]
+    before, after = known.row_bytes(recipe.period), known.row_bytes(recipe.padded)
+    out = np.zeros((len(rows), rows.shape[1] // before, after), np.uint8)
+    out[:, :, :before] = rows.reshape(len(rows), -1, before)
+    return out.reshape(len(rows), -1)
+
+
+def _source_rows(recipe: Rows | HalvesFromPairs | GroupRows, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The input rows that become these output rows."""
+    if isinstance(recipe, Rows):
+        return recipe.start + rows
+    if isinstance(recipe, GroupRows):
+        group, i = np.divmod(rows, recipe.stop - recipe.start)
+        return group * recipe.period + recipe.start + i
     head = recipe.shape[0] // recipe.heads
-    half, i = divmod(row % head, head // 2)
-    return row - row % head + 2 * i + half
+    half, i = np.divmod(rows % head, head // 2)
+    return rows - rows % head + 2 * i + half
+
+
+def _interleaved(recipe: Interleave, start: int, stop: int) -> Iterator[tuple[Recipe, int, int]]:
+    """The runs of rows of the parts that make up rows [start, stop), in order."""
+    sizes = [part.shape[0] // recipe.groups for part in recipe.parts]
+    for group in range(start // sum(sizes), -(-stop // sum(sizes))):
+        at = group * sum(sizes)
+        for part, size in zip(recipe.parts, sizes, strict=True):
+            first, last = max(start, at), min(stop, at + size)
+            if first < last:
+                yield part, group * size + first - at, group * size + last - at
+            at += size
 
 
 def _origin(recipe: Recipe, row: int) -> tuple[str, int] | None:
     """The tensor and row that a row of a recipe comes from, or None for a constant."""
+    if isinstance(recipe, Read | Unpack):
+        return next(recipe.reads()).tensor, row
+    source, first = _source_of(recipe, row)
+    return _origin(source, first) if source is not None else None
+
+
+def _source_of(recipe: Recipe, row: int) -> tuple[Recipe | None, int]:
+    """The recipe that a row of this one comes from, and the row there."""
     match recipe:
-        case Read():
-            return recipe.tensor, row
-        case Unpack():
-            return recipe.codes.tensor, row
-        case Rows():
-            return _origin(recipe.source, recipe.start + row)
-        case HalvesFromPairs():
-            return _origin(recipe.source, _pair_of(recipe, row))
+        case Rows() | HalvesFromPairs() | GroupRows():
+            return recipe.source, int(_source_rows(recipe, np.array([row]))[0])
+        case PadRows():
+            group, i = divmod(row, recipe.padded)
+            return recipe.source, group * recipe.period + min(i, recipe.period - 1)
+        case TransposeGroups():
+            return recipe.source, row // recipe.source.shape[1] * recipe.shape[1]
+        case Interleave():
+            return next(_interleaved(recipe, row, row + 1))[:2]
         case Concat():
-            part, first, _ = next(_overlaps(recipe, row, row + 1))
-            return _origin(part, first)
+            return next(_overlaps(recipe, row, row + 1))[:2]
         case _:
-            return _origin(recipe.inputs[0], row) if recipe.inputs else None
+            return (recipe.inputs[0], row) if recipe.inputs else (None, row)
 
 
 def _overlaps(recipe: Concat, start: int, stop: int) -> Iterator[tuple[Recipe, int, int]]:

@@ -13,7 +13,7 @@ enum { OK = 0, NOT_FINITE = 3, TILE = 128 };
 static uint32_t bits_of(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
 
 /* The code nearest to a value, ties to even; what lies beyond 448 becomes 448. */
-static inline uint8_t to_e4m3(float value) {
+uint8_t tp_to_e4m3(float value) {
     float magnitude = value < 0.0f ? -value : value;
     magnitude = magnitude < LARGEST ? magnitude : LARGEST;
     uint32_t bits = bits_of(magnitude) & 0x7fffffff;
@@ -22,7 +22,7 @@ static inline uint8_t to_e4m3(float value) {
     return (uint8_t)((magnitude < 0x1p-6f ? small : normal) | (bits_of(value) >> 24 & 0x80));
 }
 
-static inline float of_e4m3(uint8_t code) {
+float tp_of_e4m3(uint8_t code) {
     uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
     uint32_t bits = (exponent + 120) << 23 | mantissa << 20;
     float normal, small = (float)mantissa * 0x1p-9f;
@@ -53,7 +53,7 @@ static float scale_of(float largest) {
 
 static void encode_block(const float *src, float scale, uint8_t *dst) {
     memcpy(dst, &scale, 4);
-    for (int i = 0; i < E4M3_BLOCK; i++) dst[4 + i] = to_e4m3(src[i] / scale);
+    for (int i = 0; i < E4M3_BLOCK; i++) dst[4 + i] = tp_to_e4m3(src[i] / scale);
 }
 
 static int encode_tile(const float *src, int64_t k, int64_t rows, int64_t width, float scale, uint8_t *dst) {
@@ -67,6 +67,16 @@ static int encode_tile(const float *src, int64_t k, int64_t rows, int64_t width,
 int tp_encode_fp8(const float *src, uint8_t *dst, int64_t rows, int64_t k, float largest) {
     if (!(tp_largest(src, k, rows, k) <= 3.4028235e38f)) return NOT_FINITE;
     return encode_tile(src, k, rows, k, scale_of(largest), dst);
+}
+
+/* Rows of `k` values, a multiple of 32, each under a scale of its own. */
+int tp_encode_fp8_rows(const float *src, uint8_t *dst, int64_t rows, int64_t k) {
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t at = row * k;
+        int status = tp_encode_fp8(src + at, dst + at / E4M3_BLOCK * E4M3_BLOCK_BYTES, 1, k, tp_largest(src + at, k, 1, k));
+        if (status) return status;
+    }
+    return OK;
 }
 
 /* Whole tiles of 128 rows (the last may be cut) in blocks of 128 by 128, each under a scale of its own. */
@@ -86,6 +96,6 @@ void tp_decode_fp8(const uint8_t *src, float *dst, int64_t n) {
     for (int64_t at = 0; at < n; at += E4M3_BLOCK, src += E4M3_BLOCK_BYTES) {
         float scale;
         memcpy(&scale, src, 4);
-        for (int i = 0; i < E4M3_BLOCK; i++) dst[at + i] = of_e4m3(src[4 + i]) * scale;
+        for (int i = 0; i < E4M3_BLOCK; i++) dst[at + i] = tp_of_e4m3(src[4 + i]) * scale;
     }
 }

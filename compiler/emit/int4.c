@@ -1,4 +1,4 @@
-/* Groups of four-bit integers under a scale, operation for operation as compiler/formats/int4.py.
+/* Groups of integers under a scale, operation for operation as compiler/formats/int4.py and int8.py.
  *
  * A group's sums run in eight lanes, which are then added in a fixed order. No state and no allocation.
  */
@@ -164,7 +164,7 @@ int tp_encode_int4(const format *f, const float *src, uint8_t *dst) {
 }
 
 void tp_decode_int4(const format *f, const uint8_t *src, float *dst) {
-    parts p = {.zero = 8};
+    parts p = {.zero = f->bits == 8 ? 128 : 8};
     tp_take(f, src, &p);
     _Float16 half;
     memcpy(&half, &p.d, 2);

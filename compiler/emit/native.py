@@ -17,7 +17,7 @@ from tapeout.compiler.formats.base import Bytes, Floats
 from tapeout.compiler.layouts import LAYOUTS
 from tapeout.compiler.zig import Zig, find_zig
 
-SOURCES = ("blocks.c", "pack.c", "planes.c", "quantize.c", "int4.c", "fp8.c")
+SOURCES = ("blocks.c", "pack.c", "planes.c", "quantize.c", "int4.c", "fp8.c", "fp4.c")
 HEADERS = ("blocks.h",)
 _MACHINES = {"x86_64": ("-mcpu=x86_64_v3", "-target", "x86_64-linux-gnu.2.17")}
 # Contraction stays off: encoders must give the bytes of their numpy references.
@@ -42,7 +42,7 @@ class Native:
             ("tp_error", None, (ctypes.c_int, pointer, pointer, long, pointer)),
             ("tp_decode", ctypes.c_int, (ctypes.c_int, pointer, pointer, long, long)),
             ("tp_encode", ctypes.c_int, (ctypes.c_int, pointer, pointer, long, long)),
-            ("tp_encode_fp8", ctypes.c_int, (pointer, pointer, long, long, ctypes.c_float)),
+            ("tp_encode_under", ctypes.c_int, (ctypes.c_int, pointer, pointer, long, long, ctypes.c_float)),
             ("tp_largest", ctypes.c_float, (pointer, long, long, long)),
         ):
             function = getattr(self._library, name)
@@ -96,12 +96,12 @@ class Native:
         assert values.flags.c_contiguous and values.dtype == np.float32
         return float(self._library.tp_largest(values.ctypes.data, values.size, 1, values.size))
 
-    def encode_fp8(self, values: Floats, largest: float) -> Bytes:
-        """Some rows of a tensor in fp8, whose one scale follows from its largest magnitude."""
+    def encode_under(self, format: str, values: Floats, largest: float) -> Bytes:
+        """Some rows of a tensor in a format whose one scale follows from the tensor's largest magnitude."""
         assert values.flags.c_contiguous and values.dtype == np.float32
         rows, k = values.shape
-        out = np.empty((rows, FORMATS["fp8"].row_bytes(k)), np.uint8)
-        if self._library.tp_encode_fp8(values.ctypes.data, out.ctypes.data, rows, k, largest):
+        out = np.empty((rows, FORMATS[format].row_bytes(k)), np.uint8)
+        if self._library.tp_encode_under(_number(format), values.ctypes.data, out.ctypes.data, rows, k, largest):
             raise ValueError(_ENCODE_FAILURES[3])
         return out
 

@@ -1,7 +1,7 @@
 /* The tile16 layout (compiler/layouts.py). No state and no allocation: threads may work on disjoint rows. */
 #include "blocks.h"
 
-enum { TILE = 16 };
+enum { TILE = 16, E4M3_RECORD = 128 };
 
 #define INLINE static inline __attribute__((always_inline))
 typedef uint32_t words __attribute__((vector_size(TILE * 4)));
@@ -52,9 +52,12 @@ static uint8_t *planes(const parts *row, int k, int bits, uint8_t *out) {
     }
 }
 
+/* Bytes of d in a record: a power of two is its exponent, a float32 stands once before the records of the tile. */
+static int scale_bytes(const format *f) { return f->e4m3_sub ? 0 : f->wide ? 1 : 2; }
+
 static uint8_t *record(const format *f, const parts *row, uint8_t *out) {
-    for (int r = 0; r < TILE; r++) memcpy(out + 2 * r, &row[r].d, 2);
-    out += 2 * TILE;
+    int d_bytes = scale_bytes(f);
+    for (int r = 0; r < TILE; r++, out += d_bytes) memcpy(out, &row[r].d, d_bytes);
     if (f->has_min) {
         for (int r = 0; r < TILE; r++) memcpy(out + 2 * r, &row[r].dmin, 2);
         out += 2 * TILE;
@@ -65,6 +68,10 @@ static uint8_t *record(const format *f, const parts *row, uint8_t *out) {
         for (int r = 0; f->has_min && r < TILE; r++) out[r] = row[r].submin[g];
         out += f->has_min ? TILE : 0;
     }
+    if (f->has_zero) {
+        for (int r = 0; r < TILE; r++) out[r] = row[r].zero;
+        out += TILE;
+    }
     for (int k = 0; k < f->super; k += 32) out = planes(row, k, f->bits, out);
     return out;
 }
@@ -74,6 +81,7 @@ static uint8_t *tile_blocks(const format *f, const uint8_t *rows, int64_t stride
     parts row[TILE];
     for (int64_t block = 0; block < k / f->super; block++) {
         for (int r = 0; r < TILE; r++) tp_take(f, r < live ? rows + r * stride + block * f->block_bytes : zeros, &row[r]);
+        for (int r = 0; r < TILE && block == 0 && !scale_bytes(f); r++, out += 4) memcpy(out, &row[r].wide, 4);
         out = record(f, row, out);
     }
     return out;
@@ -118,12 +126,47 @@ static uint8_t *tile_singles(const uint8_t *rows, int64_t stride, int live, int6
     return out + k * TILE * 4;
 }
 
+typedef uint8_t sixteen __attribute__((vector_size(16)));
+
+/* 16 rows of 16 bytes, transposed. */
+INLINE void transpose_16x16(const uint8_t *const *from, uint8_t *to) {
+    sixteen a[16], b[16];
+    for (int r = 0; r < 16; r++) memcpy(&a[r], from[r], 16);
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 8; i++) {
+            sixteen x = a[i], y = a[i + 8];
+            b[2 * i] = __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            b[2 * i + 1] = __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        memcpy(a, b, sizeof a);
+    }
+    memcpy(to, a, sizeof a);
+}
+
+/* e4m3 numbers: every E4M3_RECORD of them stand behind the float32 scales of the 16 rows. */
+static uint8_t *tile_e4m3(const uint8_t *rows, int64_t stride, int live, int64_t k, uint8_t *out) {
+    static const uint8_t zeros[E4M3_BLOCK_BYTES];
+    for (int64_t at = 0; at < k; at += E4M3_BLOCK, rows += E4M3_BLOCK_BYTES) {
+        const uint8_t *block[TILE];
+        for (int r = 0; r < TILE; r++) block[r] = r < live ? rows + r * stride : zeros;
+        if (at % E4M3_RECORD == 0)
+            for (int r = 0; r < TILE; r++, out += 4) memcpy(out, block[r], 4);
+        for (int c = 4; c < E4M3_BLOCK_BYTES; c += 16, out += 16 * TILE) {
+            const uint8_t *numbers[TILE];
+            for (int r = 0; r < TILE; r++) numbers[r] = block[r] + c;
+            transpose_16x16(numbers, out);
+        }
+    }
+    return out;
+}
+
 /* `rows` rows of `k` elements, `stride` bytes apart, as tiles; the last tile is filled up with zero rows. */
 void tp_pack_tile16(int id, const uint8_t *data, int64_t stride, int64_t rows, int64_t k, uint8_t *out) {
     for (int64_t row = 0; row < rows; row += TILE) {
         int live = rows - row < TILE ? (int)(rows - row) : TILE;
         const uint8_t *tile = data + row * stride;
         if (id == F32) out = tile_singles(tile, stride, live, k, out);
+        else if (is_e4m3(id)) out = tile_e4m3(tile, stride, live, k, out);
         else if (is_float(id)) out = tile_halves(tile, stride, live, k, out);
         else out = tile_blocks(tp_format(id), tile, stride, live, k, out);
     }

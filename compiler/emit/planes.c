@@ -123,7 +123,7 @@ static void pack_blocks(const format *f, const uint8_t *row, int64_t k, target t
 void tp_pack_planes(int id, const uint8_t *data, int64_t stride, int64_t rows, int64_t k, uint8_t *const *planes,
                     const int64_t *row_bytes, int count) {
     const format *f = tp_format(id);
-    int64_t tile = id == FP8_BLOCK128 ? TILE : rows, tile_k = id == FP8_BLOCK128 ? TILE : k;
+    int64_t tile = id == FP8_BLOCK128 ? TILE : id == FP8_ROW ? 1 : rows, tile_k = id == FP8_BLOCK128 ? TILE : k;
     int64_t length = row_bytes[count - 1];
     uint8_t *scales = planes[count - 1];
     for (int64_t row = 0; row < rows; row++, data += stride) {

@@ -25,7 +25,11 @@ enum {
 
 int tp_encode_int4(const format *f, const float *src, uint8_t *dst);
 void tp_decode_int4(const format *f, const uint8_t *src, float *dst);
+int tp_encode_mxfp4(const float *src, uint8_t *dst, int64_t n);
+int tp_encode_nvfp4(const float *src, uint8_t *dst, int64_t n, float largest);
+void tp_decode_table(const format *f, const uint8_t *src, float *dst);
 int tp_encode_fp8(const float *src, uint8_t *dst, int64_t rows, int64_t k, float largest);
+int tp_encode_fp8_rows(const float *src, uint8_t *dst, int64_t rows, int64_t k);
 int tp_encode_fp8_blocks(const float *src, uint8_t *dst, int64_t rows, int64_t k);
 float tp_largest(const float *src, int64_t stride, int64_t rows, int64_t width);
 void tp_decode_fp8(const uint8_t *src, float *dst, int64_t n);
@@ -674,6 +678,8 @@ static int block_bytes(int id) {
     return f ? f->block_bytes : is_float(id) ? float_bytes(id) : E4M3_BLOCK_BYTES;
 }
 
+static int is_int4(int id) { return tp_format(id)->bf16 && tp_format(id)->bits == 4; }
+
 static int encode_block(int format, const float *x, uint8_t *dst) {
     switch (format) {
     case Q4_0: return encode_symmetric(x, dst, 4);
@@ -684,8 +690,15 @@ static int encode_block(int format, const float *x, uint8_t *dst) {
     case Q4_K: return encode_q45_k(x, dst, 4);
     case Q5_K: return encode_q45_k(x, dst, 5);
     case Q6_K: return encode_q6_k(x, dst);
-    default: return tp_format(format)->bf16 ? tp_encode_int4(tp_format(format), x, dst) : UNSUPPORTED;
+    default: return is_int4(format) ? tp_encode_int4(tp_format(format), x, dst) : UNSUPPORTED;
     }
+}
+
+// Some rows of a tensor in a format whose one scale follows from the largest magnitude of all of it.
+int tp_encode_under(int format, const float *src, uint8_t *dst, int64_t rows, int64_t k, float largest) {
+    if (k % block_of(format)) return NOT_BLOCKS;
+    if (format == NVFP4) return tp_encode_nvfp4(src, dst, rows * k, largest);
+    return format == FP8 ? tp_encode_fp8(src, dst, rows, k, largest) : UNSUPPORTED;
 }
 
 int tp_encode(int format, const float *src, uint8_t *dst, int64_t rows, int64_t k) {
@@ -699,7 +712,9 @@ int tp_encode(int format, const float *src, uint8_t *dst, int64_t rows, int64_t 
     }
     if (format == F16) return encode_f16(src, dst, n);
     if (format == BF16) return encode_bf16(src, dst, n);
-    if (format == FP8) return tp_encode_fp8(src, dst, rows, k, tp_largest(src, k, rows, k));
+    if (format == FP8 || format == NVFP4) return tp_encode_under(format, src, dst, rows, k, tp_largest(src, k, rows, k));
+    if (format == MXFP4) return tp_encode_mxfp4(src, dst, n);
+    if (format == FP8_ROW) return tp_encode_fp8_rows(src, dst, rows, k);
     if (format == FP8_BLOCK128) return tp_encode_fp8_blocks(src, dst, rows, k);
     for (int64_t b = 0; b < n / block; b++) {
         int status = encode_block(format, src + b * block, dst + b * bytes);
@@ -716,7 +731,8 @@ static void decode_block(int format, const uint8_t *src, float *dst) {
     case Q5_K: decode_q45_k(src, dst, 5); break;
     case Q6_K: decode_q6_k(src, dst); break;
     default:
-        if (tp_format(format)->bf16 || tp_format(format)->has_zero) tp_decode_int4(tp_format(format), src, dst);
+        if (tp_format(format)->table) tp_decode_table(tp_format(format), src, dst);
+        else if (tp_format(format)->bf16 || tp_format(format)->has_zero) tp_decode_int4(tp_format(format), src, dst);
         else decode_legacy(format, src, dst);
     }
 }

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
+from tapeout.compiler.checkpoints.base import TensorInfo
+from tapeout.compiler.emit.unpack_floats import FloatUnpacker, lines_in_order, spread
 from tapeout.compiler.formats import FORMATS, row_bytes
 from tapeout.compiler.formats.base import Bytes
-from tapeout.compiler.formats.fp8 import BLOCK, TILE
-from tapeout.compiler.recipes import Read, Unpack
+from tapeout.compiler.formats.fp4 import nibbles
+from tapeout.compiler.recipes import Unpack
 from tapeout.runtime.errors import TapeoutError
 
 Words = npt.NDArray[np.uint32]
@@ -27,70 +27,86 @@ BANDS = 3  # of codes, scales and zero points
 SYMMETRIC = 8
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of an AWQ word that holds each of its eight columns."""
-_LOW, _HIGH = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
-_EXPONENT = {"f16": 0x7C00, "bf16": 0x7F80}
 
 
 @dataclass(frozen=True)
-class Unpacker:
+class Unpacker(FloatUnpacker):
     """Rows of unpacked weights. Safe to use from many threads."""
 
-    checkpoint: Checkpoint
     _bands: threading.local = field(default_factory=threading.local, init=False)
 
     def rows(self, recipe: Unpack, start: int, stop: int) -> Bytes:
         """Rows [start, stop) in the recipe's format. Raises TapeoutError for a scale that is not finite."""
-        if recipe.packing == "fp8":
-            return self._fp8(recipe, start, stop)
+        unpack = {
+            "fp8": self.fp8,
+            "int-quantized": self.int8,
+            "pack-quantized-8": self.int8,
+            "mxfp4": self.mxfp4,
+            "mxfp4-blocks": self.mxfp4,
+            "nvfp4": self.nvfp4,
+            "nvfp4-divided": self.nvfp4,
+            "gguf-nvfp4": self.gguf_nvfp4,
+            "gguf-floats": self.gguf_floats,
+        }
+        return unpack.get(recipe.packing, self._int4)(recipe, start, stop)
+
+    def _int4(self, recipe: Unpack, start: int, stop: int) -> Bytes:
         scales, zeros = self._scales(recipe, start, stop), self._zeros(recipe, start, stop)
+        if recipe.order is not None:
+            return self._ordered(recipe, start, scales, zeros)
         known = FORMATS[recipe.to]
         count, k = stop - start, recipe.shape[1]
         blocks = k // known.block
         out = np.empty((count, blocks, known.block_bytes), np.uint8)
-        out[..., :2] = _spread(scales, blocks)[..., None].view(np.uint8)
+        out[..., :2] = spread(scales, blocks)[..., None].view(np.uint8)
         head = known.block_bytes - known.block // 2
         if head == 3:
             assert zeros is not None, recipe
-            out[..., 2] = _spread(zeros, blocks)
+            out[..., 2] = spread(zeros, blocks)
         elif zeros is not None and (zeros != SYMMETRIC).any():
             row = start + int(np.argwhere(zeros != SYMMETRIC)[0][0])
             raise TapeoutError(
-                f"{self._where(recipe.zeros)} holds a zero point other than 8 for row {row}, but quantization_config "
+                f"{self.where(recipe.zeros)} holds a zero point other than 8 for row {row}, but quantization_config "
                 "says sym: true, under which every zero point is 8; say sym: false if the file is right"
             )
         out[..., head:] = self._lines(recipe, start, stop).reshape(count, blocks, -1)
         return out.reshape(count, -1)
 
+    def _ordered(self, recipe: Unpack, start: int, scales: npt.NDArray[np.uint16], zeros: Bytes | None) -> Bytes:
+        """float32 values of rows whose columns lie in groups out of order; products of 11 and 5 bits are exact."""
+        assert zeros is not None, recipe
+        info = self.info(recipe.order)
+        order = self.checkpoint.read_rows(info, 0, info.rows).view("<i8" if info.format == "i64" else "<i4").reshape(-1)
+        codes = nibbles(self._lines(recipe, start, start + len(scales))).reshape(len(scales), -1)
+        values = FORMATS[self.info(recipe.scales).format].decode(scales.view(np.uint8))
+        centred = codes.astype(np.float32) - zeros.astype(np.float32)[:, order]
+        return (centred * values[:, order]).view(np.uint8)
+
     def _lines(self, recipe: Unpack, start: int, stop: int) -> Bytes:
         """Codes as lines of 16 bytes for each 32 elements: uint8 [rows, K / 32, 16]."""
-        info = self._info(recipe.codes)
+        info = self.info(recipe.codes)
         if recipe.packing == "pack-quantized":
-            return _lines_in_order(self.checkpoint.read_rows(info, start, stop))
+            return lines_in_order(self.checkpoint.read_rows(info, start, stop))
         if recipe.packing == "awq":
             codes = _awq_columns(self._words(info, start // 8, -(-stop // 8)))[start % 8 :][: stop - start]
             halves = codes.reshape(len(codes), -1, 2, LINE // 2)
             return halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)
-        return _lines_in_order(np.ascontiguousarray(self._words(info, start, stop).T).view(np.uint8))
+        return lines_in_order(np.ascontiguousarray(self._words(info, start, stop).T).view(np.uint8))
 
     def _scales(self, recipe: Unpack, start: int, stop: int) -> npt.NDArray[np.uint16]:
         """Bits of the scales, [rows, groups]."""
-        info = self._info(recipe.scales)
+        info = self.info(recipe.scales)
         if recipe.packing == "pack-quantized":
             scales = self.checkpoint.read_rows(info, start, stop).view("<u2")
         else:
             scales = np.ascontiguousarray(self._columns(info, start, stop).view("<u2").T)
-        exponent = np.uint16(_EXPONENT[info.format])
-        bad = (scales & exponent) == exponent
-        if bad.any():
-            row, group = (int(place) for place in np.argwhere(bad)[0])
-            self._refuse_scale(recipe.scales, f"row {start + row}, group {group}")
-        return scales
+        return self.half_scales(recipe.scales, scales, start)
 
     def _zeros(self, recipe: Unpack, start: int, stop: int) -> Bytes | None:
         """Zero points, uint8 [rows, groups], or None."""
         if recipe.zeros is None:
             return None
-        info = self._info(recipe.zeros)
+        info = self.info(recipe.zeros)
         first, last = start // 8, -(-stop // 8)
         if recipe.packing == "pack-quantized":
             words = self.checkpoint.read_rows(info, first, last).view("<u4").T
@@ -103,7 +119,7 @@ class Unpacker:
             return zeros
         if (zeros == 15).any():
             raise TapeoutError(
-                f"{self._where(recipe.zeros)} stores the zero point 15 for row "
+                f"{self.where(recipe.zeros)} stores the zero point 15 for row "
                 f"{start + int(np.argwhere(zeros == 15)[0][0])}, which files of checkpoint_format gptq write for 0 as "
                 "for 16; save the model as gptq_v2, which is unambiguous"
             )
@@ -124,60 +140,6 @@ class Unpacker:
                 del held[next(iter(held))]
             held[info.name] = first, last, data
         return data[:, (start - first) * size : (stop - first) * size]
-
-    def _fp8(self, recipe: Unpack, start: int, stop: int) -> Bytes:
-        codes = self.checkpoint.read_rows(self._info(recipe.codes), start, stop)
-        count, k = codes.shape
-        out = np.empty((count, k // BLOCK, 4 + BLOCK), np.uint8)
-        out[..., 4:] = codes.reshape(count, -1, BLOCK)
-        out[..., :4] = self._fp8_scales(recipe, start, stop, k // BLOCK)[..., None].view(np.uint8)
-        return out.reshape(count, -1)
-
-    def _fp8_scales(self, recipe: Unpack, start: int, stop: int, blocks: int) -> npt.NDArray[np.float32]:
-        """The float32 scale of each block of 32, [rows, blocks]."""
-        info = self._info(recipe.scales)
-        tall = len(info.shape) == 2 and recipe.to == "fp8_block128"
-        first, last = (start // TILE, -(-stop // TILE)) if tall else (0, info.rows)
-        scales = FORMATS[info.format].decode(self.checkpoint.read_rows(info, first, last))
-        if not np.isfinite(scales).all():
-            row, column = (int(place) for place in np.argwhere(~np.isfinite(scales))[0])
-            self._refuse_scale(recipe.scales, f"place {[first + row, column]}")
-        if not tall:
-            return np.broadcast_to(scales.reshape(1, 1), (stop - start, blocks)).astype(np.float32)
-        spread = np.repeat(scales, TILE // BLOCK, axis=1)[:, :blocks]
-        return spread[np.arange(start, stop) // TILE - first]
-
-    def _refuse_scale(self, read: Read, place: str) -> None:
-        raise TapeoutError(
-            f"{self._where(read)} holds NaN/Inf in {place}; every scale must be finite, so the file is damaged or the "
-            "model was saved after it diverged"
-        )
-
-    def _info(self, read: Read) -> TensorInfo:
-        info = self.checkpoint.tensors[read.tensor]
-        assert (info.shape, info.format) == (read.shape, read.format), read.tensor
-        return info
-
-    def _where(self, read: Read | None) -> str:
-        assert read is not None
-        return f"{self.checkpoint.tensors[read.tensor].file}: tensor {read.tensor!r}"
-
-
-def _spread(field: npt.NDArray[Any], blocks: int) -> npt.NDArray[Any]:
-    """What stands for each group [rows, groups], for every block [rows, blocks]."""
-    return np.repeat(field, blocks // field.shape[1], axis=1)
-
-
-def _lines_in_order(rows: Bytes) -> Bytes:
-    """Rows whose nibbles follow each other, low ones first, as lines: byte i of 16 holds elements i and i + 16."""
-    words = rows.view("<u8")
-    first, second = words[:, 0::2], words[:, 1::2]
-    out = np.empty((*first.shape, 8, 2), np.uint8)
-    even = (first & _LOW) | (second & _LOW) << np.uint64(4)
-    odd = (first >> np.uint64(4)) & _LOW | (second & _HIGH)
-    out[..., 0] = even.view(np.uint8).reshape(*first.shape, 8)
-    out[..., 1] = odd.view(np.uint8).reshape(*first.shape, 8)
-    return out.reshape(*first.shape, 16)
 
 
 def _columns_in_order(words: Words, places: tuple[int, ...] = tuple(range(8))) -> Bytes:

@@ -16,7 +16,7 @@ def values(codes: Codes) -> Floats:
     """float32 [N, K] of a matrix taken apart, in the operation order of gguf-py: (d * sub) * code, then the minimum."""
     n, k = codes.codes.shape
     groups = k // codes.group
-    signed = codes.codes.astype(np.float32)
+    signed = (codes.codes if codes.table is None else codes.table[codes.codes]).astype(np.float32)
     if codes.zero:
         signed -= np.float32(codes.zero)
     out = signed.reshape(n, groups, codes.group)
@@ -76,7 +76,7 @@ def check_finite(data: Floats) -> None:
         raise ValueError(f"the value at {where} is {data[tuple(where)]}; only finite values can be encoded")
 
 
-def _spread(d: F16 | Floats, sub: npt.NDArray[np.int16] | None, groups: int) -> Floats:
+def _spread(d: F16 | Floats, sub: npt.NDArray[np.int16] | F16 | None, groups: int) -> Floats:
     """float32 scale of every group, [N, groups]."""
     scale = d.astype(np.float32)
     if sub is None:

@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3fn) under float32 scales: one scale a tensor (fp8), or one each 128 x 128 block (fp8_block128).
+"""8-bit floats (e4m3fn) under float32 scales: one a tensor (fp8), a row (fp8_row) or a 128 x 128 block (fp8_block128).
 
 e4m3fn has 4 bits of exponent (bias 7) and 3 of mantissa, no infinity, NaN as 0x7F and 0xFF, and 448 as its largest
 value; ``value = scale * e4m3``. Rounding is to nearest even, beyond 448 to 448. A row stands on its own: blocks of 32
@@ -69,6 +69,12 @@ def _encode_tensor(data: Floats) -> Bytes:
     return encode_under(data, np.full((len(data), data.shape[1] // BLOCK), scale, np.float32))
 
 
+def _encode_rows(data: Floats) -> Bytes:
+    check_finite(data)
+    scale = scale_of(np.abs(data).max(axis=1))
+    return encode_under(data, np.repeat(scale[:, None], data.shape[1] // BLOCK, axis=1))
+
+
 def _encode_blocks(data: Floats) -> Bytes:
     check_finite(data)
     rows, k = data.shape
@@ -84,4 +90,5 @@ FP8: dict[str, Format] = {
     "fp8_block128": Format(
         "fp8_block128", BLOCK, 4 + BLOCK, _decode, _encode_blocks, own_number=206, tiles=(TILE, TILE)
     ),
+    "fp8_row": Format("fp8_row", BLOCK, 4 + BLOCK, _decode, _encode_rows, own_number=212, tiles=(1, 0)),
 }

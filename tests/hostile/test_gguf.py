@@ -94,7 +94,7 @@ def test_big_endian_says_how_to_convert(tmp_path: Path) -> None:
 
 def test_magic_and_version(tmp_path: Path, sound: bytes) -> None:
     text = refused(tmp_path, b"GGML" + sound[4:])
-    assert text.startswith("is neither GGUF nor safetensors (it begins with b'GGML")
+    assert text.startswith("is neither GGUF nor safetensors nor ONNX (it begins with b'GGML")
     assert "accepted are a .gguf file" in text
     for version in (0, 1, 4):
         expected = f"is GGUF version {version}; versions 2 and 3 are read: convert the model again"
@@ -167,8 +167,8 @@ def test_shapes(tmp_path: Path, sound: bytes) -> None:
 
 def test_an_unknown_type_lists_the_known(tmp_path: Path, sound: bytes) -> None:
     at = after(sound, TENSOR) + 4 + 16
-    text = refused(tmp_path, put(sound, at, "<I", 23))
-    assert text.startswith("tensor 'blk.0.ffn_up.weight' has ggml type 23 (IQ4_XS): unknown quantization type 23")
+    text = refused(tmp_path, put(sound, at, "<I", 15))
+    assert text.startswith("tensor 'blk.0.ffn_up.weight' has ggml type 15 (Q8_K): unknown quantization type 15")
     assert all(name in text for name in ("8 (q8_0)", "12 (q4_k)", "30 (bf16)"))
     text = refused(tmp_path, put(sound, at, "<I", 999))
     assert "has ggml type 999 (a type that ggml does not list): unknown quantization type 999" in text

@@ -11,13 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
+from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized import FloatQuantizationCompressor
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import save_file
 from witness import Witness
 
@@ -114,6 +119,79 @@ def fp8(codes: torch.Tensor, scale: torch.Tensor, blocks: bool, name: str = "wei
     return {"weight": codes, name: scale}, FloatQuantizationCompressor.decompress(state, scheme)["weight"].numpy()
 
 
+def fp8_rows(codes: torch.Tensor, scale: torch.Tensor) -> Packed:
+    """e4m3 codes under a scale a row [N, 1], decoded by compressed-tensors."""
+    args = QuantizationArgs(num_bits=8, type="float", strategy="channel")
+    state = {"weight": codes, "weight_scale": scale.float()}
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    values = FloatQuantizationCompressor.decompress(state, scheme)["weight"].numpy()
+    return {"weight": codes, "weight_scale": scale}, values
+
+
+def int8(codes: torch.Tensor, scale: torch.Tensor, words: bool) -> Packed:
+    """int8 codes [N, K] under 16-bit scales [N, groups], as bytes or in words, decoded by compressed-tensors."""
+    group = codes.shape[1] // scale.shape[1]
+    args = QuantizationArgs(**int8_args(group if scale.shape[1] > 1 else -1))
+    tensors = {"weight_packed": pack_to_int32(codes, 8)} if words else {"weight": codes}
+    if words:
+        tensors["weight_shape"] = torch.tensor(codes.shape)
+    values = dequantize(codes, scale.float(), args=args, dtype=torch.float32).numpy()
+    return {**tensors, "weight_scale": scale}, values
+
+
+def int8_args(group: int) -> dict[str, Any]:
+    """``weights`` of a config group; ``group`` -1 is one scale a row."""
+    return {**int4_args(group, False), "num_bits": 8}
+
+
+def fp4_args(format: str) -> dict[str, Any]:
+    """``weights`` of a config group of nvfp4 or mxfp4."""
+    strategy = (
+        {"strategy": "tensor_group", "group_size": 16} if format == "nvfp4" else {"strategy": "group", "group_size": 32}
+    )
+    return {"num_bits": 4, "type": "float", "symmetric": True, **strategy}
+
+
+def fp4_library(tensors: Tensors, format: str) -> torch.Tensor:
+    """What compressed-tensors makes of packed four-bit floats, in its type, bfloat16."""
+    compressor = NVFP4PackedCompressor if format == "nvfp4" else MXFP4PackedCompressor
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**fp4_args(format)))
+    return compressor.decompress(tensors, scheme)["weight"]
+
+
+def fp4_values(tensors: Tensors) -> Floats:
+    """The same for nvfp4 with every product in float32."""
+    packed = tensors["weight_packed"]
+    codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
+    args = QuantizationArgs(**fp4_args("nvfp4"))
+    scales = tensors["weight_scale"].float(), tensors["weight_global_scale"]
+    return dequantize(codes, scales[0], args=args, dtype=torch.float32, global_scale=scales[1]).numpy()
+
+
+def nvfp4_packer(multiplier: bool) -> Pack:
+    """absmax / (448 * 6) of the tensor and absmax / 6 of each 16, with ModelOpt's multiplier or the divisor."""
+
+    def pack(values: Floats) -> Packed:
+        x = torch.from_numpy(values)
+        divisor = 448 * 6 / x.abs().amax().reshape(1)
+        whole = 1 / divisor
+        groups = x.reshape(len(x), -1, 16)
+        scale = (groups.abs().amax(-1) / 6 * divisor).to(torch.float8_e4m3fn)
+        step = scale.float() * whole
+        codes = pack_fp4_to_uint8(_nearest_e2m1(groups / step[..., None]).reshape(x.shape))
+        held = unpack_fp4_from_uint8(codes, *x.shape, torch.float32).reshape(groups.shape) * step[..., None]
+        if multiplier:
+            return {"weight": codes, "weight_scale": scale, "weight_scale_2": whole[0]}, held.reshape(x.shape).numpy()
+        tensors = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": divisor}
+        return tensors, held.reshape(x.shape).numpy()
+
+    return pack
+
+
+def _nearest_e2m1(values: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values.numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32))
+
+
 def _spread(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if scale.ndim < 2:
         return scale
@@ -131,8 +209,17 @@ def words(codes: npt.NDArray[np.int64], order: tuple[int, ...] = tuple(range(8))
     return torch.from_numpy(out.astype(np.uint32).view(np.int32))
 
 
-def gptq(codes: npt.NDArray[np.int64], scale: torch.Tensor, zero: npt.NDArray[np.int64], version: int = 1) -> Packed:
-    """Codes 0..15 [N, K]; scales and zero points [N, groups]. Version 1 stores the zero points less one."""
+def gptq(
+    codes: npt.NDArray[np.int64],
+    scale: torch.Tensor,
+    zero: npt.NDArray[np.int64],
+    version: int = 1,
+    order: npt.NDArray[np.int64] | None = None,
+) -> Packed:
+    """Codes 0..15 [N, K]; scales and zero points [N, groups]. Version 1 stores the zero points less one.
+
+    ``order`` is the group of each column, if groups are not neighbours.
+    """
     group = codes.shape[1] // scale.shape[1]
     tensors = {
         "qweight": words(codes).T.contiguous(),
@@ -140,7 +227,11 @@ def gptq(codes: npt.NDArray[np.int64], scale: torch.Tensor, zero: npt.NDArray[np
         "scales": scale.T.contiguous(),
         "g_idx": torch.arange(codes.shape[1], dtype=torch.int32) // group,
     }
-    return tensors, _values(codes, scale, zero)
+    if order is None:
+        return tensors, _values(codes, scale, zero)
+    tensors["g_idx"] = torch.from_numpy(order.astype(np.int32))
+    exact = (codes - zero[:, order]) * scale.double().numpy()[:, order]
+    return tensors, exact.astype(np.float32)
 
 
 def awq(codes: npt.NDArray[np.int64], scale: torch.Tensor, zero: npt.NDArray[np.int64]) -> Packed:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tapeout.compiler.formats import FORMATS, Codes, Format
+from tapeout.compiler.formats import FORMATS, Carrier, Codes, Format
+from tapeout.compiler.formats.iq import DECODERS, IQ
 
 SCALES = {
     "q4_0": (0,),
@@ -20,6 +23,8 @@ SCALES = {
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (208,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
 }
 """Where the float16 scales sit in a block (formats' own layouts, from gguf-py's quants.py)."""
 
@@ -60,11 +65,12 @@ def witness(form: Format, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32
 def rebuilt(codes: Codes) -> npt.NDArray[np.float32]:
     """The formula of ``Codes`` written out, one float32 rounding an operation."""
 
-    def spread(d: npt.NDArray[np.float16], sub: npt.NDArray[np.int16] | None) -> npt.NDArray[np.float32]:
+    def spread(d: npt.NDArray[Any], sub: npt.NDArray[Any] | None) -> npt.NDArray[np.float32]:
         wide = np.repeat(d.astype(np.float32), codes.super, axis=1)
         return wide if sub is None else wide * np.repeat(sub.astype(np.float32), codes.group, axis=1)
 
-    value = spread(codes.d, codes.sub) * (codes.codes.astype(np.int32) - codes.zero).astype(np.float32)
+    whole = codes.codes.astype(np.int32) - codes.zero if codes.table is None else codes.table[codes.codes]
+    value = spread(codes.d, codes.sub) * whole.astype(np.float32)
     if codes.dmin is None:
         return value
     minimum = spread(codes.dmin, codes.submin)
@@ -84,6 +90,35 @@ def test_decode_and_codes_equal_gguf(name: str, content: str, halves: str) -> No
     assert int(codes.codes.max()) < 1 << codes.bits
     assert codes.d.shape == (data.shape[0], expected.shape[1] // codes.super)
     np.testing.assert_array_equal(rebuilt(codes).view(np.uint32), expected.view(np.uint32))
+
+
+def test_mxfp4_equals_gguf() -> None:
+    """Blocks of every exponent whose values are finite; e = 255 is NaN here (OCP MX), which gguf-py reads as 2^128."""
+    form = FORMATS["mxfp4"]
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, 256, (BLOCKS * 15 // COLUMNS, COLUMNS * 17), dtype=np.uint8)
+    data[:, ::17] = rng.integers(0, 253, (len(data), COLUMNS))
+    expected = witness(form, data)
+    np.testing.assert_array_equal(form.decode(data).view(np.uint32), expected.view(np.uint32))
+    assert form.codes is not None
+    np.testing.assert_array_equal(rebuilt(form.codes(data)).view(np.uint32), expected.view(np.uint32))
+    data[:, 0] = 255
+    assert np.isnan(form.decode(data)[:, :32]).all()
+
+
+@pytest.mark.parametrize("carrier", IQ, ids=lambda carrier: carrier.name)
+def test_types_that_are_read_as_floats_equal_gguf(carrier: Carrier) -> None:
+    """Bytes of every kind, scales among them, over 100,000 blocks; what is not finite is so in both."""
+    rng = np.random.default_rng(carrier.gguf_id)
+    for _ in range(5):
+        data = rng.integers(0, 256, (201, 100 * carrier.block_bytes), dtype=np.uint8)
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(carrier.gguf_id))
+        got = DECODERS[carrier.name](data)
+        finite = np.isfinite(expected)
+        assert finite.mean() > 0.9
+        np.testing.assert_array_equal(got[finite], expected[finite])
+        assert not np.isfinite(got[~finite]).any()
 
 
 @pytest.mark.parametrize("name", ["f16", "bf16"])

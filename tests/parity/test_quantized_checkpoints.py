@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from witness import kl_divergence, token_ids
 
 from tapeout.compiler.checkpoints import open_checkpoint
 from tapeout.compiler.checkpoints.compressed_tensors import CompressedTensors
+from tapeout.compiler.checkpoints.names import matches_start
 from tapeout.compiler.checkpoints.quantized import weights_of
 from tapeout.compiler.emit.evaluate import ErrorSums, Evaluator
 from tapeout.compiler.emit.native import Native, load_native
@@ -46,7 +48,7 @@ def decoded(folder: Path, native: Native, step: int = 37) -> tuple[str, Floats]:
     checkpoint = open_checkpoint(folder)
     recipe = weights_of(checkpoint).find("m.weight")
     assert isinstance(recipe, Unpack)
-    evaluator, (rows, k) = Evaluator(checkpoint, native), recipe.shape
+    evaluator, rows, k = Evaluator(checkpoint, native), math.prod(recipe.shape[:-1]), recipe.shape[-1]
     pieces: list[Floats] = []
     for start in range(0, rows, step):
         data = evaluator.rows(recipe, start, min(start + step, rows), ErrorSums())
@@ -124,6 +126,41 @@ def test_fp8_is_compressed_tensors_bit_for_bit(
     same(got, exact)
 
 
+def random_e4m3(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+    bits = rng.integers(0, 256, shape, dtype=np.uint8)
+    bits[(bits & 0x7F) == 0x7F] = 0
+    return torch.from_numpy(bits).view(torch.float8_e4m3fn)
+
+
+def test_fp8_under_a_scale_a_row_is_compressed_tensors(native: Native, tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    scale = random_scales(rng, (300, 1), torch.bfloat16)
+    tensors, exact = packed.fp8_rows(random_e4m3(rng, (300, 12_032)), scale)
+    quantization = packed.config({**packed.fp8_args(False), "strategy": "channel"}, "float-quantized")
+    found, got = decoded(write(tmp_path, tensors, quantization), native)
+    assert found == "fp8_row"
+    same(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("words", "group", "dtype", "format"),
+    [(False, -1, torch.bfloat16, "int8_g128"), (True, 128, torch.bfloat16, "int8_g128"),
+     (True, 32, torch.bfloat16, "int8_g32"), (True, 64, torch.float16, "q8_0")],
+)  # fmt: skip
+def test_int8_is_compressed_tensors(
+    words: bool, group: int, dtype: torch.dtype, format: str, native: Native, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(group + 1)
+    shape = (300, 1280)
+    codes = torch.from_numpy(rng.integers(-128, 128, shape).astype(np.int8))
+    scale = random_scales(rng, (shape[0], 1 if group == -1 else shape[1] // group), dtype)
+    tensors, exact = packed.int8(codes, scale, words)
+    stored = "pack-quantized" if words else "int-quantized"
+    found, got = decoded(write(tmp_path, tensors, packed.config(packed.int8_args(group), stored)), native)
+    assert found == format
+    same(got, exact)
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False}
 TRANSPOSED: list[tuple[dict[str, Any], int, str]] = [
     ({**GPTQ, "sym": False}, 128, "int4_g128_zp_f16"),
@@ -154,6 +191,20 @@ def test_gptq_and_awq_are_their_packing_written_out(
     folder = write(tmp_path, tensors, {**quantization, "group_size": group})
     found, got = decoded(folder, native)
     assert found == format
+    same(got, exact)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_act_order_is_read_as_floats(version: int, native: Native, tmp_path: Path) -> None:
+    """``g_idx`` out of order: every column under the scale and zero point of its group, 100,000 groups."""
+    rng = np.random.default_rng(version)
+    codes, scale = rng.integers(0, 16, (2504, 1280)), random_scales(rng, (2504, 40), torch.float16)
+    zero = rng.integers(1, 16, scale.shape)
+    tensors, exact = packed.gptq(codes, scale, zero, version, rng.permutation(1280) // 32)
+    quantization = {**GPTQ, "sym": False, "desc_act": True, "group_size": 32}
+    folder = write(tmp_path, tensors, {**quantization, "checkpoint_format": "gptq" if version == 1 else "gptq_v2"})
+    found, got = decoded(folder, native, step=500)
+    assert found == "f32"
     same(got, exact)
 
 
@@ -211,6 +262,20 @@ def test_schemes_are_those_of_compressed_tensors(
         assert (found.group_size if found else None) == size, name
 
 
+PATTERNS = [
+    ["lm_head"], ["model.layers.0"], ["model.layers.1"], ["model.layers.*.self_attn", "mlp.down"], ["down_proj"],
+    ["model.layers.1.mlp.down_proj", "q"], ["proj"], ["model.layers.(0|10).mlp"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_modules_to_not_convert_are_those_of_transformers(patterns: list[str]) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    for name in MODULES:
+        assert (matches_start(name, patterns) is None) == should_convert_module(name, patterns), name
+
+
 # ---- whole models ------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -231,6 +296,8 @@ MODELS: dict[str, tuple[dict[str, Any], packed.Pack]] = {
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
         packed.fp8_packer(True, torch.float32, "weight_scale_inv"),
     ),
+    "nvfp4": (packed.config(packed.fp4_args("nvfp4"), "nvfp4-pack-quantized"), packed.nvfp4_packer(False)),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, packed.nvfp4_packer(True)),
     "gptq": ({**GPTQ, "sym": False, "group_size": 128}, packed.transposed_packer("gptq", 128, True)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64}, packed.transposed_packer("awq", 64, True)),
 }

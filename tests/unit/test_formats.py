@@ -13,6 +13,8 @@ import pytest
 
 from tapeout.compiler.emit.native import SOURCES
 from tapeout.compiler.formats import FORMATS, by_gguf_id, by_safetensors
+from tapeout.compiler.formats.fp4 import FP4
+from tapeout.compiler.formats.fp8 import FP8
 from tapeout.runtime.errors import TapeoutError
 
 EMIT = Path(__file__).parents[2] / "compiler" / "emit"
@@ -97,7 +99,7 @@ def test_not_finite_is_refused(library: ctypes.CDLL, name: str, bad: float) -> N
     assert c_encode(library, name, data)[0] == 3
 
 
-@pytest.mark.parametrize("name", [name for name in WRITABLE if name != "f32" and FORMATS[name].tiles is None])
+@pytest.mark.parametrize("name", [name for name in WRITABLE if name not in ("f32", *FP8, *FP4)])
 def test_too_large_is_refused(library: ctypes.CDLL, name: str) -> None:
     data = np.ones((2, 512), np.float32)
     data[1, 300] = -3.4e38
@@ -146,6 +148,22 @@ def test_q6_k_by_hand() -> None:
     np.testing.assert_array_equal(value[at], [64, -28, 48, 64, 18, -0.0, -16, 24, 30, -87.5])
 
 
+def test_mxfp4_by_hand() -> None:
+    """GGUF's block of 2^1: the table forwards in the low nibbles, backwards in the high ones."""
+    data = np.frombuffer(bytes.fromhex("80f0e1d2c3b4a5968778695a4b3c2d1e0f"), np.uint8)[None]
+    table = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+    np.testing.assert_array_equal(FORMATS["mxfp4"].decode(data)[0], np.concatenate([table, table[::-1]]))
+
+
+def test_nvfp4_by_hand() -> None:
+    """A scale of 0.5 for all, e4m3 scales of 1 and 2^-9; every code once in each group of 16."""
+    nibbles = bytes(j | j << 4 for j in range(16))
+    data = np.frombuffer(bytes.fromhex("0000003f 3801") + nibbles, np.uint8)[None]
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    got = FORMATS["nvfp4"].decode(data)[0]
+    np.testing.assert_array_equal(got, np.concatenate([values / 2, values * np.float32(2.0**-10)]))
+
+
 @pytest.mark.parametrize(("name", "worst"), [("q4_k", 0.0707), ("q5_k", 0.03584), ("q6_k", 0.01756)])
 def test_k_quants_keep_gaussian_weights(name: str, worst: float) -> None:
     """Bounds are the errors of llama.cpp on this very array (``ggml_quantize_chunk`` without an importance matrix)."""
@@ -165,8 +183,9 @@ def test_lookups() -> None:
     assert by_gguf_id(12).name == "q4_k"
     assert [by_safetensors(dtype) for dtype in ("BF16", "F8_E4M3", "I32")] == ["bf16", "e4m3", "i32"]
     assert {name: form.name for name, form in FORMATS.items()} == {name: name for name in FORMATS}
-    with pytest.raises(TapeoutError, match=r"unknown quantization type 39 in GGUF; known types: 0 \(f32\), 1 \(f16\)"):
-        by_gguf_id(39)
+    assert [by_gguf_id(kind).name for kind in (20, 23, 39, 40)] == ["iq4_nl", "iq4_xs", "mxfp4", "gguf_nvfp4"]
+    with pytest.raises(TapeoutError, match=r"unknown quantization type 15 in GGUF; known types: 0 \(f32\), 1 \(f16\)"):
+        by_gguf_id(15)
     with pytest.raises(
         TapeoutError, match="unknown quantization type 'I16' in safetensors; known dtypes: F32, F16, BF16, F8_E4M3, I32"
     ):

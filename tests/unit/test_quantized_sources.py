@@ -1,4 +1,4 @@
-"""Quantized checkpoints through the passes: numbers are kept for a GPU, and a CPU says what it needs."""
+"""Quantized checkpoints through the passes: numbers are kept, for a GPU and for a CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.recipes import Concat, Convert, Pack, Recipe, Unpack, joined, joins_with
 from tapeout.compiler.spec import Quantization
-from tapeout.compiler.stages import FusedModel, LogicalModel, QuantizedModel
+from tapeout.compiler.stages import FusedModel, LogicalModel, QuantizedModel, SelectedModel
 from tapeout.runtime.errors import TapeoutError
 
 AT = "model.layers.0"
@@ -68,6 +68,7 @@ def test_int4_is_kept_for_a_gpu() -> None:
     assert kinds(recipes[f"{AT}.mlp.down_proj"]) == [("unpack", "int4_g32")]
     assert recipes[f"{AT}.mlp.down_proj"].to_json() == {
         "op": "unpack", "packing": "pack-quantized", "to": "int4_g32", "zeros": None,
+        "tensor_scale": None, "order": None,
         "codes": {"op": "read", "tensor": f"{AT}.mlp.down_proj.weight_packed", "shape": [64, 12], "format": "i32"},
         "scales": {"op": "read", "tensor": f"{AT}.mlp.down_proj.weight_scale", "shape": [64, 3], "format": "bf16"},
     }  # fmt: skip
@@ -106,12 +107,16 @@ def test_blocks_join_where_their_rows_do() -> None:
     assert {f"{AT}.self_attn.{part}_proj" for part in "qkv"} <= recipes.keys()
 
 
-def test_the_cpu_names_what_serves() -> None:
-    for quantization in (pack_quantized(), float_quantized()):
-        with pytest.raises(TapeoutError) as caught:
+def test_the_cpu_keeps_them_too_and_would_name_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    for quantization, kept in ((pack_quantized(), "int4_g32"), (float_quantized(), "fp8")):
+        selected = compile_tiny(source(quantization)).get(SelectedModel)
+        linear = {kernel.name for kernel in selected.kernels if kernel.template == "linear"}
+        assert linear == {"linear_bf16", f"linear_{kept}"}
+        with monkeypatch.context() as patch, pytest.raises(TapeoutError) as caught:
+            patch.setattr("tapeout.compiler.lowering.cpu.tile16_holds", lambda format, kept=kept: format != kept)
             compile_tiny(source(quantization))
         assert re.match(
-            r"model\.layers\.0\..*: no CPU kernel serves (int4_g32|fp8); quantization\.default or a rule can convert "
+            rf"model\.layers\.0\..*: no CPU kernel serves {kept}; quantization\.default or a rule can convert "
             r"it, with allow_requantize true, best to q8_0; those that it could be are f32, f16, bf16, q4_0, ",
             str(caught.value),
         )
