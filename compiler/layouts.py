@@ -4,12 +4,15 @@ A layout is what a kernel reads. ``raw`` is the format's own bytes, row after ro
 tiles of 16 rows (N filled up with zero rows) so that one vector register holds one column step of a whole tile.
 
 tile16, float formats: ``[tile][k][16 rows]`` elements.
-tile16, quantized formats: for each tile, for each super-block along K, one record of
-``d`` f16[16], ``dmin`` f16[16] (formats with a minimum), per group ``sub`` int8[16] and ``submin`` uint8[16] (formats
-with sub-scales), then for each 32 values of k the code planes (``CODE_PLANES``). In a plane a step is 4 values of k and
-byte ``r * 4 + j`` of a 64-byte line belongs to row r, k = 4 * step + j:
-8-bit: line s is step s; 4-bit: line p holds steps p (low) and p + 4 (high); 2-bit: line p holds steps p, p+2, p+4, p+6
-from the low bits up; 1-bit: one line, bit s is step s.
+tile16, e4m3 numbers: for each tile, for each 128 values of k (at the end as many as are left), the float32 scales of
+the 16 rows, then ``[k][16 rows]`` numbers.
+tile16, codes: for each tile, for each super-block along K, one record of ``d`` f16[16] (or bf16, or the byte of an
+e8m0), ``dmin`` f16[16] (formats with a minimum), per group ``sub`` int8[16] (or e4m3) and ``submin`` uint8[16] (formats
+with sub-scales), ``zeros`` uint8[16] (formats whose groups have a zero of their own), then for each 32 values of k the
+code planes (``CODE_PLANES``). Where a row has one d (``row_scale``), no record has it, and f32[16] stand once before
+the records of a tile. In a plane a step is 4 values of k and byte ``r * 4 + j`` of a 64-byte line belongs to row r,
+k = 4 * step + j: 8-bit: line s is step s; 4-bit: line p holds steps p (low) and p + 4 (high); 2-bit: line p holds steps
+p, p+2, p+4, p+6 from the low bits up; 1-bit: one line, bit s is step s.
 
 planes, what GPU kernels read of a quantized matrix: the code planes one behind the other and one plane of scales, each
 ``[rows][row_bytes]``, rows a multiple of 16 bytes and planes on multiples of 256 (``plane_geometry``). A row of a code
@@ -33,6 +36,8 @@ from tapeout.compiler.formats.base import Codes
 from tapeout.runtime.errors import TapeoutError
 
 TILE_ROWS = 16
+TILE_E4M3_K = 128
+TILE_D_BYTES = {"f16": 2, "bf16": 2, "e8m0": 1, "f32": 0}
 PAGE = 4096
 LINE = 64
 PAGE_ALIGNED_FROM = 65536
@@ -83,15 +88,23 @@ class Record:
     bits: int
     group: int
     super: int
+    d_type: Literal["f16", "bf16", "e8m0", "f32"]
     has_min: bool
     has_sub: bool
+    has_zeros: bool
+
+    @property
+    def head(self) -> int:
+        """Bytes before the first record of a tile."""
+        return 4 * TILE_ROWS if self.d_type == "f32" else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the record."""
-        scales = (2 + 2 * self.has_min) * TILE_ROWS
+        scales = (TILE_D_BYTES[self.d_type] + 2 * self.has_min) * TILE_ROWS
         subs = self.super // self.group * (1 + self.has_min) * TILE_ROWS if self.has_sub else 0
-        return scales + subs + TILE_ROWS * self.super * self.bits // 8
+        zeros = self.super // self.group * self.has_zeros * TILE_ROWS
+        return scales + subs + zeros + TILE_ROWS * self.super * self.bits // 8
 
 
 def record_of(format: str) -> Record:
@@ -100,16 +113,28 @@ def record_of(format: str) -> Record:
         served = ", ".join(name for name in FORMATS if tile16_holds(name))
         raise TapeoutError(f"no CPU kernel serves {format}: layout tile16 cannot hold it; formats it holds: {served}")
     parts = _parts_of(format)
-    return Record(parts.bits, parts.group, parts.super, parts.dmin is not None, parts.sub is not None)
+    fields = (parts.dmin, parts.sub, parts.zeros)
+    return Record(parts.bits, parts.group, parts.super, parts.d_type, *(field is not None for field in fields))
 
 
 def tile16_holds(format: str) -> bool:
-    """Whether layout ``tile16`` can hold a format: plain floats, and integer codes under float16 scales."""
+    """Whether layout ``tile16`` can hold a format: floats, e4m3 numbers, and codes under a short scale or one a row."""
     known = FORMATS[format]
     if known.codes is None:
-        return known.is_float
+        return known.is_float or known.tiles is not None
+    return _parts_of(format).d_type != "f32" or known.row_scale
+
+
+def planes_hold(format: str) -> bool:
+    """Whether layout ``planes`` can hold a format: e4m3 numbers, and codes that are numbers under 16-bit scales.
+
+    GPU kernels take one e4m3 scale for all rows of a block of threads, so rows with a scale each are not held.
+    """
+    known = FORMATS[format]
+    if known.codes is None:
+        return known.tiles is not None and known.tiles[0] != 1
     parts = _parts_of(format)
-    return parts.d_type == "f16" and parts.zeros is None
+    return parts.table is None and parts.d_type in ("f16", "bf16")
 
 
 @lru_cache
@@ -178,7 +203,13 @@ class Planes:
 
 @lru_cache
 def plane_geometry(shape: tuple[int, ...], format: str) -> Planes:
-    """The geometry of a quantized matrix [N, K] in layout ``planes``. Raises ValueError for a K of no whole blocks."""
+    """The geometry of a quantized matrix [N, K] in layout ``planes``.
+
+    Raises ValueError for a K of no whole blocks, and TapeoutError for a format that the layout cannot hold.
+    """
+    if not planes_hold(format):
+        served = ", ".join(name for name in FORMATS if planes_hold(name))
+        raise TapeoutError(f"no GPU kernel serves {format}: layout planes cannot hold it; formats it holds: {served}")
     known, (rows, k) = FORMATS[format], shape
     known.row_bytes(k)
     codes: list[CodePlane] = []
@@ -193,6 +224,7 @@ def plane_geometry(shape: tuple[int, ...], format: str) -> Planes:
         end = offset + scales.rows * scales.row_bytes
         return Planes(rows, k, 8, tile_k, tile_k, 0, -1, "e4m3", "f32", tuple(codes), scales, end)
     parts = _parts_of(format)
+    assert parts.d_type in ("f16", "bf16")
     scales = _integer_scales(parts, rows, k, offset)
     zero = 0 if parts.bits == 8 or parts.zeros is not None else parts.zero
     sign = 1 if parts.negate_min else -1
@@ -223,8 +255,10 @@ def _tile16_parts(rows: int, k: int, format: str) -> tuple[Part, ...]:
     row = known.row_bytes(k)
     if known.is_float:
         return (Part(0, TILE_ROWS, TILE_ROWS * row),)
+    if known.tiles:
+        return (Part(0, TILE_ROWS, TILE_ROWS * (4 * -(-k // TILE_E4M3_K) + k)),)
     record = record_of(format)
-    return (Part(0, TILE_ROWS, k // record.super * record.nbytes),)
+    return (Part(0, TILE_ROWS, record.head + k // record.super * record.nbytes),)
 
 
 def _raw_parts(rows: int, k: int, format: str) -> tuple[Part, ...]:
@@ -239,8 +273,7 @@ def _plane_parts(rows: int, k: int, format: str) -> tuple[Part, ...]:
 
 
 def _tile_unit(format: str) -> int:
-    del format
-    return TILE_ROWS
+    return max(TILE_ROWS, _tensor_unit(format))
 
 
 def _tensor_unit(format: str) -> int:

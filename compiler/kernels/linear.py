@@ -14,13 +14,13 @@ LAYOUT = "tile16"
 
 
 def kernel(format: str) -> KernelEntry:
-    """The kernel for weights of a format; quantized weights take x8 activations, floats take float32."""
+    """The kernel for weights of a format; integer codes take x8 activations, floats and e4m3 numbers take float32."""
     return KernelEntry(f"linear_{format}", "linear", PARAMS, "linear.c", (("TP_FORMAT", format),))
 
 
 def takes_x8(format: str) -> bool:
     """Whether the kernel for a format reads quantized activations."""
-    return not FORMATS[format].is_float
+    return FORMATS[format].codes is not None
 
 
 def cost(format: str, n: int, k: int, rows: int) -> Cost:

@@ -92,10 +92,13 @@ def build_embed(put: Put) -> None:
     from tapeout.compiler.emit.pack import pack_planes
     from tapeout.compiler.formats import FORMATS
     from tapeout.compiler.kernels.cuda import small
+    from tapeout.compiler.layouts import planes_hold
 
     data: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     for name, known in FORMATS.items():
+        if not known.is_float and not planes_hold(name):
+            continue
         put(f"embed_{name}", small.embed(name, EMBED_VOCAB, EMBED_K, 1.5, EMBED_VOCAB))
         if known.encode is None:
             rows = rng.integers(0, 256, (EMBED_VOCAB, known.row_bytes(EMBED_K)), dtype=np.uint8)

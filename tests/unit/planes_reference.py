@@ -28,6 +28,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, int, int, str]] = {
     "int4_g128_zp": ((4,), 128, 128, 0, "d z"),
     "int4_g32_zp": ((4,), 32, 32, 0, "d z"),
     "int4_g64_zp": ((4,), 64, 64, 0, "d z"),
+    "int8_g32": ((8,), 32, 32, 0, "d"),
+    "int8_g128": ((8,), 128, 128, 0, "d"),
     "int4_g32_zp_f16": ((4,), 32, 32, 0, "d z"),
     "int4_g128_zp_f16": ((4,), 128, 128, 0, "d z"),
 }
@@ -74,7 +76,7 @@ def _values(format: str, codes: npt.NDArray[np.int32], found: dict[str, U8], gro
     def spread(field: npt.NDArray) -> F32:
         return np.repeat(field.astype(np.float32), k // field.shape[1], axis=1)
 
-    upper = format.startswith("int4") and not format.endswith("_f16")
+    upper = format.startswith("int") and not format.endswith("_f16")
     bits = found["d"].view("<u2")
     scale = spread((bits.astype(np.uint32) << 16).view(np.float32) if upper else bits.view(np.float16))
     if "s" in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,22 @@ from tapeout.compiler.emit.pack import pack_planes
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.layouts import PLANE, packed_bytes, parts_of, plan_offsets, plane_geometry, tile16_holds
+from tapeout.compiler.layouts import (
+    PLANE,
+    packed_bytes,
+    parts_of,
+    plan_offsets,
+    plane_geometry,
+    planes_hold,
+    tile16_holds,
+)
 from tapeout.compiler.recipes import Concat, Convert, HalvesFromPairs, Pack, Read, Recipe, Rows, joined, joins_with
 from tapeout.runtime.errors import TapeoutError
 
 U8 = npt.NDArray[np.uint8]
-GGUF = [name for name, known in FORMATS.items() if known.gguf_id is not None and not known.is_float]
-OURS = [name for name, known in FORMATS.items() if known.gguf_id is None]
+HELD = [name for name in FORMATS if planes_hold(name)]
+GGUF = [name for name in HELD if FORMATS[name].gguf_id is not None]
+OURS = [name for name in HELD if FORMATS[name].gguf_id is None]
 WRITTEN = [name for name in OURS if FORMATS[name].encode is not None]
 
 
@@ -109,11 +119,18 @@ def test_geometry_of_the_specification() -> None:
         assert not any(start % 256 for start in starts)
 
 
-@pytest.mark.parametrize("format", OURS)
-def test_formats_without_a_cpu_kernel_say_so(format: str) -> None:
-    assert not tile16_holds(format)
-    with pytest.raises(TapeoutError, match=f"no CPU kernel serves {format}: layout tile16 .* holds: f32, .*q6_k$"):
-        packed_bytes((16, 256), format, "tile16")
+def test_every_format_has_a_cpu_kernel_and_one_that_had_none_would_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(tile16_holds(format) for format in FORMATS)
+    monkeypatch.setitem(FORMATS, "wide", replace(FORMATS["nvfp4"], name="wide", row_scale=False))
+    assert not tile16_holds("wide")
+    with pytest.raises(TapeoutError, match=r"no CPU kernel serves wide: layout tile16 .* holds: f32, .*nvfp4$"):
+        packed_bytes((16, 256), "wide", "tile16")
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "iq4_nl", "iq4_xs", "fp8_row"])
+def test_formats_without_a_gpu_kernel_say_so(format: str) -> None:
+    with pytest.raises(TapeoutError, match=f"no GPU kernel serves {format}: layout planes .* holds: q4_0, .*fp8"):
+        packed_bytes((16, 256), format, "planes")
 
 
 # ---- emission ----------------------------------------------------------------------------------------------------

@@ -1,18 +1,23 @@
-"""linear_<format> and embed_<format> of both CPU targets against float64 on gguf-py's dequantized weights."""
+"""linear_<format> and embed_<format> of both CPU targets against float64 on independently dequantized weights."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import cpu_kernels as ck
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 import tile16_reference as tr
 
-FORMATS = tr.FLOATS + tr.QUANTIZED
+FORMATS = (*tr.FLOATS, *tr.E4M3, *tr.QUANTIZED)
+# Those left out differ from one that is in by a number of their geometry alone.
+FEW = [name for name in FORMATS if name not in ("fp8", "fp8_row", "int4_g32", "int4_g64", "int4_g64_zp", "int8_g32")]
 STORE, ADD, SILU, GELU = range(4)
 F64 = npt.NDArray[np.float64]
 Libraries = dict[str, Path]
@@ -37,21 +42,24 @@ class Operands:
     cap: int
 
 
+@lru_cache(8)
+def weights(name: str, n: int, k: int, codes: str) -> tuple[npt.NDArray[np.uint8], F64]:
+    raw = tr.random_rows(name, n, k, np.random.default_rng([n, k]), codes)
+    return ck.aligned(tr.pack(name, raw)), tr.dequantize(name, raw).astype(np.float64)
+
+
 def operands(name: str, rows: int, n: int, k: int, codes: str = "random", extreme: bool = False) -> Operands:
     rng = np.random.default_rng([rows, n, k])
-    raw = tr.random_rows(name, n, k, rng, codes)
-    w, cap = ck.aligned(tr.pack(name, raw)), rows + 3
+    (w, w_exact), cap = weights(name, n, k, codes), rows + 3
     x = rng.standard_normal((rows, k)).astype(np.float32) * np.float32(3)
     if extreme:
         x = np.where(rng.random((rows, 1)) < 0.5, np.float32(-127), np.float32(127)) * np.ones((rows, k), np.float32)
     x[-1, : k // 2] = 0  # groups with scale 0
-    if name in tr.FLOATS:
+    if name not in tr.QUANTIZED:
         junk = np.full((cap - rows, k), np.nan, np.float32)
-        return Operands(
-            w, ck.aligned(np.vstack([x, junk])), tr.dequantize(name, raw).astype(np.float64), x.astype(np.float64), cap
-        )
+        return Operands(w, ck.aligned(np.vstack([x, junk])), w_exact, x.astype(np.float64), cap)
     buffer, exact = tr.quantize_x8(x, cap)
-    return Operands(w, ck.aligned(buffer), tr.dequantize(name, raw).astype(np.float64), exact, cap)
+    return Operands(w, ck.aligned(buffer), w_exact, exact, cap)
 
 
 def call(
@@ -79,19 +87,18 @@ def bound(o: Operands) -> F64:
 def sizes(name: str) -> list[tuple[int, int]]:
     """(columns, k): odd columns, one block and several, and more than one chunk of k."""
     block = max(tr.block_size(name)[0], 32)
-    out = [(1, block), (15, 2 * block), (17, 5 * block), (48, 2048 + 2 * block)]
+    out = [(1, block), (17, 5 * block), (35, 2048 + 2 * block)]
     return [*out, (5, 7)] if name in tr.FLOATS else out
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 17, 130])
 @pytest.mark.parametrize("name", FORMATS)
-def test_store_is_the_product(libraries: Libraries, name: str, rows: int) -> None:
-    for n, k in sizes(name):
+def test_store_is_the_product(libraries: Libraries, name: str) -> None:
+    for (n, k), rows in itertools.product(sizes(name), (1, 2, 3, 16, 17, 65)):
         o = operands(name, rows, n, k)
         for target, library in libraries.items():
             y = np.full((rows, n + 3), np.nan, np.float32)
             call(library, name, o, n, STORE, y)
-            assert np.all(np.abs(y[:, :n] - o.x_exact @ o.w_exact.T) <= bound(o)), (target, n, k)
+            assert np.all(np.abs(y[:, :n] - o.x_exact @ o.w_exact.T) <= bound(o)), (target, n, k, rows)
             assert np.isnan(y[:, n:]).all(), "columns beyond n were written"
 
 
@@ -103,7 +110,7 @@ def gelu_tanh(x: F64) -> F64:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FEW)
 def test_add_with_bias(libraries: Libraries, name: str) -> None:
     n, k = 37, max(tr.block_size(name)[0], 64)
     rng = np.random.default_rng(2)
@@ -117,7 +124,7 @@ def test_add_with_bias(libraries: Libraries, name: str) -> None:
 
 
 @pytest.mark.parametrize(("epilogue", "activation"), [(SILU, silu), (GELU, gelu_tanh)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FEW)
 def test_gated(libraries: Libraries, name: str, epilogue: int, activation: Callable[[F64], F64]) -> None:
     n, k = 48, max(tr.block_size(name)[0], 64)
     bias = np.linspace(-20, 20, 2 * n, dtype=np.float32)
@@ -134,7 +141,7 @@ def test_gated(libraries: Libraries, name: str, epilogue: int, activation: Calla
             assert np.all(np.abs(y - expected) <= limit)
 
 
-@pytest.mark.parametrize("codes", ["zeros", "ones"])
+@pytest.mark.parametrize("codes", ["zeros", "ones", "sevens"])
 @pytest.mark.parametrize("name", tr.QUANTIZED)
 def test_extreme_codes_do_not_overflow(libraries: Libraries, name: str, codes: str) -> None:
     n, k = 16, 2 * max(tr.block_size(name)[0], 64)
@@ -178,16 +185,19 @@ def test_embedding_is_exact(libraries: Libraries, name: str) -> None:
         assert np.array_equal(y, tr.dequantize(name, raw)[tokens] * scale)
 
 
-@pytest.mark.parametrize("name", tr.QUANTIZED)
+@pytest.mark.parametrize("name", [name for name in tr.GGUF if name != "mxfp4"])
 def test_reference_fields_mean_what_gguf_says(name: str) -> None:
     """The witness of the layout itself: fields taken apart give gguf-py's values."""
     raw = tr.random_rows(name, 3, 512, np.random.default_rng(7))
     f = tr.take_apart(name, raw)
+    assert f.d is not None
     zero = {"q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}.get(name, 0)
+    table = gguf.quants.IQ4_NL.kvalues if name.startswith("iq4") else np.arange(256)
     scale = np.repeat(f.d.astype(np.float32), f.super, 1)
     low = np.zeros_like(scale) if f.dmin is None else np.repeat(f.dmin.astype(np.float32), f.super, 1)
     if f.sub is not None:
         scale *= np.repeat(f.sub.astype(np.float32), f.group, 1)
     if f.submin is not None:
         low *= -np.repeat(f.submin.astype(np.float32), f.group, 1)
-    assert np.array_equal(scale * (f.codes.astype(np.float32) - zero) + low, tr.dequantize(name, raw))
+    stands_for = np.asarray(table, np.float32)[f.codes]
+    assert np.array_equal(scale * (stands_for - zero) + low, tr.dequantize(name, raw))

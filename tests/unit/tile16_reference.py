@@ -7,26 +7,47 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 import numpy.typing as npt
+import torch
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 FLOATS = ("f32", "f16", "bf16")
-QUANTIZED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+LEGACY = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4")
+GGUF = (*LEGACY, "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+# elements a block, whether a group has a zero of its own
+INT4 = {
+    "int4_g32": (32, False),
+    "int4_g64": (64, False),
+    "int4_g128": (128, False),
+    "int4_g32_zp": (32, True),
+    "int4_g64_zp": (64, True),
+    "int4_g128_zp": (128, True),
+    "int4_g32_zp_f16": (32, True),
+    "int4_g128_zp_f16": (128, True),
+}
+INT8 = {"int8_g32": 32, "int8_g128": 128}
+E4M3 = {"fp8": (0, 0), "fp8_row": (1, 0), "fp8_block128": (128, 128)}  # rows and columns under a scale, 0 for all
+QUANTIZED = (*GGUF, *INT4, *INT8, "nvfp4")
+OURS = (*INT4, *INT8, "nvfp4", *E4M3)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 TILE = 16
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A GGUF matrix taken apart: codes [N, K]; d, dmin [N, K/super]; sub, submin [N, K/group] (or None)."""
+    """A matrix taken apart, as the bytes that lie in the layout: codes [N, K]; d, dmin [N, K/super]; sub, submin and
+    zeros [N, K/group]; head [N], a scale of the whole row (or None)."""
 
     bits: int
     group: int
     super: int
     codes: U8
-    d: npt.NDArray[np.float16]
+    d: npt.NDArray | None = None
     dmin: npt.NDArray[np.float16] | None = None
     sub: npt.NDArray[np.int8] | None = None
     submin: U8 | None = None
+    zeros: U8 | None = None
+    head: F32 | None = None
 
 
 def gguf_type(name: str) -> gguf.GGMLQuantizationType:
@@ -35,11 +56,20 @@ def gguf_type(name: str) -> gguf.GGMLQuantizationType:
 
 def block_size(name: str) -> tuple[int, int]:
     """Elements and bytes of a block."""
+    if name in INT4:
+        group, own = INT4[name]
+        return group, 2 + own + group // 2
+    if name in INT8:
+        return INT8[name], 2 + INT8[name]
+    if name in OURS:
+        return 32, 22 if name == "nvfp4" else 36
     return (1, 4 if name == "f32" else 2) if name in FLOATS else gguf.GGML_QUANT_SIZES[gguf_type(name)]
 
 
 def dequantize(name: str, raw: U8) -> F32:
-    """GGUF rows to float32 by gguf-py."""
+    """Rows to float32: those of GGUF by gguf-py, ours as they are defined (compiler/formats)."""
+    if name in OURS:
+        return _our_values(name, raw)
     if name == "f32":
         return raw.view(np.float32)
     if name == "f16":
@@ -47,10 +77,30 @@ def dequantize(name: str, raw: U8) -> F32:
     return gguf.dequantize(raw, gguf_type(name))
 
 
-def random_rows(name: str, n: int, k: int, rng: np.random.Generator, codes: str = "random") -> U8:
-    """Random GGUF rows [n, bytes]: every bit pattern in codes and sub-scales, scales of either sign near 0.01.
+def _our_values(name: str, raw: U8) -> F32:
+    if name in E4M3:
+        blocks = raw.reshape(len(raw), -1, 36)
+        numbers = e4m3(blocks[..., 4:]) * np.ascontiguousarray(blocks[..., :4]).view("<f4")
+        return numbers.reshape(len(raw), -1)
+    f = take_apart(name, raw)
+    if f.head is not None and f.sub is not None:
+        scale = e4m3(f.sub.view(np.uint8)) * f.head[:, None]
+        return scale.repeat(16, axis=1) * E2M1[f.codes]
+    assert f.d is not None
+    d = f.d.astype(np.float32) if f.d.dtype == np.float16 else (f.d.astype(np.uint32) << 16).view(np.float32)
+    zeros = 1 << f.bits - 1 if f.zeros is None else f.zeros.astype(np.float32).repeat(f.group, axis=1)
+    return d.repeat(f.super, axis=1) * (f.codes - np.float32(zeros))
 
-    ``codes`` is random, or zeros or ones for all bits but the float16 scales.
+
+def e4m3(codes: U8) -> F32:
+    """e4m3fn numbers by torch."""
+    return torch.from_numpy(np.ascontiguousarray(codes)).view(torch.float8_e4m3fn).float().numpy()
+
+
+def random_rows(name: str, n: int, k: int, rng: np.random.Generator, codes: str = "random") -> U8:
+    """Random rows [n, bytes]: every bit pattern in codes and sub-scales, scales of either sign near 0.01.
+
+    ``codes`` is random, or zeros or ones for all bits but the scales, or sevens for all halves of a byte.
     """
     if name in FLOATS:
         values = rng.standard_normal((n, k)).astype(np.float32)
@@ -60,11 +110,38 @@ def random_rows(name: str, n: int, k: int, rng: np.random.Generator, codes: str 
     size, width = block_size(name)
     blocks = rng.integers(0, 256, (n * k // size, width), dtype=np.uint8)
     if codes != "random":
-        blocks[:] = 0 if codes == "zeros" else 255
+        blocks[:] = {"zeros": 0, "ones": 255, "sevens": 0x77}[codes]
+    if name in OURS:
+        return _our_scales(name, blocks.reshape(n, -1, width), rng).reshape(n, -1)
+    if name == "mxfp4":
+        blocks[:, 0] = rng.integers(118, 126, len(blocks))
+        blocks[0, 0], blocks[-1, 0] = 1, 0  # halves of these are subnormal
+        return blocks.reshape(n, -1)
     for at in _float16_fields(name):
         scale = rng.standard_normal(len(blocks)) * 0.01
         blocks[:, at : at + 2] = scale.astype(np.float16)[:, None].view(np.uint8)
     return blocks.reshape(n, -1)
+
+
+def _our_scales(name: str, blocks: U8, rng: np.random.Generator) -> U8:
+    """Blocks [n, K/block, bytes] under scales that the format allows, and without NaN."""
+    n, count, _ = blocks.shape
+    if name in INT4 or name in INT8:
+        d = (rng.standard_normal((n, count)) * 0.01).astype(np.float32)
+        half = d.astype(np.float16).view("<u2")
+        bits = half if name.endswith("_f16") else (d.view(np.uint32) >> 16).astype("<u2")
+        blocks[..., :2] = bits[..., None].view(np.uint8)
+        if "_zp" in name:
+            blocks[..., 2] = rng.integers(0, 16, (n, count))
+        return blocks
+    rows, columns = {**E4M3, "nvfp4": (1, 0)}[name]
+    rows, columns = rows or n, columns // 32 or count
+    scale = (rng.standard_normal((-(-n // rows), -(-count // columns))) * 1e-4).astype("<f4")
+    scale = scale.repeat(rows, axis=0)[:n].repeat(columns, axis=1)[:, :count]
+    blocks[..., :4] = scale[..., None].view(np.uint8)
+    numbers = blocks[..., 4 : 6 if name == "nvfp4" else None]
+    numbers[numbers & 127 == 127] -= 1
+    return blocks
 
 
 def _float16_fields(name: str) -> tuple[int, ...]:
@@ -90,16 +167,34 @@ def _bits(raw: U8, width: int, run: int) -> U8:
 
 
 def take_apart(name: str, raw: U8) -> Fields:
-    """GGUF rows [N, bytes] to fields, following the block structures of ggml-common.h."""
+    """Rows [N, bytes] to fields; those of GGUF following the block structures of ggml-common.h."""
     n, (size, width) = len(raw), block_size(name)
-    parts = (_legacy if size == 32 else _k_quant)(name, raw.reshape(-1, width))
-    bits, group = {"q2_k": (2, 16), "q3_k": (3, 16), "q6_k": (6, 16)}.get(name, (int(name[1]), 32))
+    take = _ours if name in OURS else _legacy if name in LEGACY else _k_quant
+    parts = take(name, raw.reshape(-1, width))
+    if name == "nvfp4":
+        codes, sub = parts["codes"].reshape(n, -1), parts["sub"].reshape(n, -1)
+        return Fields(4, 16, 32, codes, sub=sub, head=parts["head"].reshape(n, -1)[:, 0])
+    bits = {"mxfp4": 4, "iq4_nl": 4, "iq4_xs": 4}.get(name) or int(name[3] if name in OURS else name[1])
+    group = 16 if name in ("q2_k", "q3_k", "q6_k") else size if name in OURS else 32
     return Fields(
         bits, group, size, **{key: np.ascontiguousarray(value.reshape(n, -1)) for key, value in parts.items()}
     )
 
 
+def _ours(name: str, b: U8) -> dict[str, npt.NDArray]:
+    if name == "nvfp4":
+        head = np.ascontiguousarray(b[:, :4]).view("<f4")
+        return {"head": head, "sub": np.ascontiguousarray(b[:, 4:6]), "codes": _bits(b[:, 6:], 4, 16)}
+    if name in INT8:
+        return {"d": np.ascontiguousarray(b[:, :2]).view("<u2"), "codes": b[:, 2:] ^ np.uint8(128)}
+    d, (_, own) = np.ascontiguousarray(b[:, :2]), INT4[name]
+    parts = {"d": d.view(np.float16 if name.endswith("_f16") else "<u2"), "codes": _bits(b[:, 2 + own :], 4, 16)}
+    return parts | {"zeros": b[:, 2:3]} if own else parts
+
+
 def _legacy(name: str, b: U8) -> dict[str, npt.NDArray]:
+    if name == "mxfp4":
+        return {"d": b[:, :1], "codes": _bits(b[:, 1:], 4, 16)}
     parts: dict[str, npt.NDArray] = {"d": _f16(b, 0)}
     at = 2
     if name.endswith("_1"):
@@ -134,6 +229,14 @@ def _k_quant(name: str, b: U8) -> dict[str, npt.NDArray]:
             "sub": b[:, 192:208].view(np.int8),
             "d": _f16(b, 208),
         }
+    if name == "iq4_xs":
+        high = np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+        low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+        return {
+            "d": _f16(b, 0),
+            "sub": (low | high << 4).astype(np.int8) - np.int8(32),
+            "codes": _bits(b[:, 8:], 4, 16),
+        }
     s, m, both = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     sub = np.hstack([s & 63, both & 15 | s >> 2 & 48]).astype(np.int8)
     submin = np.hstack([m & 63, both >> 4 | m >> 2 & 48])
@@ -144,29 +247,45 @@ def _k_quant(name: str, b: U8) -> dict[str, npt.NDArray]:
 
 
 def pack(name: str, raw: U8) -> U8:
-    """GGUF rows [N, bytes] to the bytes of the tile16 layout, padded with zero rows to a whole tile."""
+    """Rows [N, bytes] to the bytes of the tile16 layout, padded with zero rows to a whole tile."""
     raw = np.vstack([raw, np.zeros((-len(raw) % TILE, raw.shape[1]), np.uint8)])
     if name in FLOATS:
         values = raw.view(np.uint32 if name == "f32" else np.uint16)
         tiles = [values[n : n + TILE].T for n in range(0, len(values), TILE)]
         return np.frombuffer(b"".join(np.ascontiguousarray(t).tobytes() for t in tiles), np.uint8)
+    if name in E4M3:
+        return _pack_e4m3(raw)
     f = take_apart(name, raw)
     out = bytearray()
     for n in range(0, len(raw), TILE):
+        if f.head is not None:
+            out += (f.head[n : n + TILE] / 2).tobytes()  # the kernels' E2M1 numbers are doubled
         for block in range(f.codes.shape[1] // f.super):
             out += _record(f, n, block)
     return np.frombuffer(bytes(out), np.uint8)
 
 
+def _pack_e4m3(raw: U8) -> U8:
+    """For each 128 elements of a tile the scales of its rows, then the numbers of the rows element by element."""
+    blocks = raw.reshape(len(raw), -1, 36)
+    out = bytearray()
+    for n in range(0, len(raw), TILE):
+        for block in range(0, blocks.shape[1], 4):
+            record = blocks[n : n + TILE, block : block + 4]
+            out += record[:, 0, :4].tobytes() + record[..., 4:].reshape(TILE, -1).T.tobytes()
+    return np.frombuffer(bytes(out), np.uint8)
+
+
 def _record(f: Fields, n: int, block: int) -> bytes:
     rows = slice(n, n + TILE)
-    out = f.d[rows, block].tobytes()
+    out = b"" if f.d is None else f.d[rows, block].tobytes()
     if f.dmin is not None:
         out += f.dmin[rows, block].tobytes()
     per = f.super // f.group
     for g in range(block * per, block * per + per):
         out += b"" if f.sub is None else f.sub[rows, g].tobytes()
         out += b"" if f.submin is None else f.submin[rows, g].tobytes()
+        out += b"" if f.zeros is None else f.zeros[rows, g].tobytes()
     for k in range(block * f.super, (block + 1) * f.super, 32):
         out += _planes(f.bits, f.codes[rows, k : k + 32])
     return out

@@ -11,20 +11,29 @@ static int embed_tasks(const tp_launch *l, const tp_step *s) {
     return (s->rows + rows_task - 1) / rows_task;
 }
 
-#if TP_KIND
+#if TP_KIND != TP_CODES
 TP_FN void embed_row(const uint8_t *tile, int row, int64_t k, float scale, float *y) {
-    tile += row / TP_WIDTH * TP_WIDTH * TP_BITS / 8;
-    for (int64_t i = 0; i < k; i++) y[i] = tile16_float(tile + TP_TILE_BYTES(i))[row % TP_WIDTH] * scale;
+    const int unit = row / TP_WIDTH, lane = row % TP_WIDTH;
+    for (int64_t i = 0; i < k; i++) {
+        const uint8_t *rows = tile16_line(tile, i) + unit * TP_WIDTH * TP_BITS / 8;
+        y[i] = (tile16_float(rows) * tile16_scale(tile, i, unit))[lane] * scale;
+    }
 }
 #else
 TP_FN void embed_row(const uint8_t *tile, int row, int64_t k, float scale, float *y) {
     for (int64_t i = 0; i < k; i += 32) {
         tile16_group group;
-        tile16_decode(tile + i / TP_SUPER * TP_RECORD_BYTES, (int)(i % TP_SUPER / 32), row / TP_WIDTH, &group);
-        const uint8_t *codes = (const uint8_t *)group.codes + row % TP_WIDTH * 4;
+        const uint8_t *record = tile + TP_TILE_BYTES(i);
+        tile16_decode(tile, record, (int)(i % TP_SUPER / 32), row / TP_WIDTH, &group);
+        const tile16_code *codes = (const tile16_code *)group.codes + row % TP_WIDTH * 4;
+#if TP_ZERO == TP_OWN
+        const float zero = group.zero[row % TP_WIDTH];
+#else
+        const float zero = TP_CODE_ZERO;
+#endif
         for (int j = 0; j < 32; j++) {
-            int code = codes[j / 4 * sizeof(vb) + j % 4] - TP_ZERO;
-            float value = group.scale[j / TP_GROUP][row % TP_WIDTH] * (float)code;
+            float code = codes[j / 4 * sizeof(vb) + j % 4] - zero;
+            float value = group.scale[j / TP_GROUP][row % TP_WIDTH] * code;
 #if TP_MIN
             value += group.min[j / TP_GROUP][row % TP_WIDTH];
 #endif

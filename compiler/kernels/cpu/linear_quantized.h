@@ -6,17 +6,14 @@
 
 #define TP_CHUNK 2048 /* elements of k between two visits of a row's accumulator: bounds the side table */
 
-#if TP_WIDTH == 8 && TP_BITS == 8
-#define TP_CORRECTED 0 /* codes are made signed instead */
-#else
-#define TP_CORRECTED (TP_ZERO != 0)
-#endif
+#define TP_CORRECTED (TP_CODE_ZERO > 0)
 #define TP_ROWS (TP_WIDTH == 16 ? 16 : 4) /* rows of activations that advance together: as many as registers hold */
-#define TP_SIDE (TP_CORRECTED || TP_MIN)
+#define TP_OWN_ZERO (TP_ZERO == TP_OWN)
+#define TP_SIDE (TP_CORRECTED || TP_OWN_ZERO || TP_MIN)
 
-/* What a row of activations contributes apart from its codes, by half group: scale * sum for the minimum, or -zero * sum
- * where a dot product starts. */
-typedef union side { float minimum; int32_t zero; } side;
+/* What a row of activations contributes apart from its codes, by half group: scale * sum for the minimum, -zero * sum
+ * where a dot product starts, or -sum where every weight row has a zero of its own. */
+typedef union side { float minimum; int32_t zero; float sum; } side;
 
 /* Where the activations of rows `row` .. `row + rows` stand, from the group `group` on. */
 typedef struct operand {
@@ -37,7 +34,8 @@ TP_FN operand operand_of(const void *x, int64_t k, int64_t cap, int64_t k0, int6
             for (int t = 0; t < rows * TP_HALVES; t++) {
                 int32_t sum = TP_HALVES == 2 ? sums[t] : sums[2 * t] + sums[2 * t + 1];
                 if (TP_MIN) out[t].minimum = o.scale[g * cap + t / TP_HALVES] * (float)sum;
-                else out[t].zero = -TP_ZERO * sum;
+                else if (TP_OWN_ZERO) out[t].sum = (float)-sum;
+                else out[t].zero = -TP_CODE_ZERO * sum;
             }
         }
     }
@@ -57,18 +55,18 @@ TP_INLINE void dot(vi *sums, int rows, const vb codes[8], const int8_t *x, int f
             sums[r] = __builtin_ia32_vpdpbusd512(sums[r], (vub)codes[s], (vb)vi_all(packed[r * 8 + s]));
             TP_KEEP_ORDER(sums[r]);
         }
-#elif TP_BITS == 8
+#elif TP_SIGNED
     TP_UNROLL for (int s = first; s < first + steps; s++) {
-        vb q = codes[s] ^ (vb)vi_all((int32_t)0x80808080), magnitude = __builtin_elementwise_abs(q);
+        vb magnitude = __builtin_elementwise_abs(codes[s]);
         TP_UNROLL for (int r = 0; r < rows; r++) {
-            vb signed_x = __builtin_ia32_psignb256((vb)vi_all(packed[r * 8 + s]), q);
+            vb signed_x = __builtin_ia32_psignb256((vb)vi_all(packed[r * 8 + s]), codes[s]);
             vh pairs = (vh)__builtin_ia32_pmaddubsw256(magnitude, signed_x);
             sums[r] += (vi)__builtin_ia32_pmaddwd256(pairs, (vh){ 0 } + 1);
         }
     }
 #else
     /* as many steps as fit 16 bits: codes * 127 * 2 * steps <= 32767 */
-    enum { fit = TP_BITS <= 4 ? 8 : TP_BITS == 5 ? 4 : 2 };
+    enum { fit = TP_CODE_BITS <= 4 ? 8 : TP_CODE_BITS == 5 ? 4 : 2 };
     TP_UNROLL for (int s = first; s < first + steps; s += fit) {
         vh pairs[TP_ROWS];
         TP_UNROLL for (int r = 0; r < rows; r++) pairs[r] = (vh){ 0 };
@@ -91,6 +89,9 @@ TP_INLINE void products(vf *product, int rows, const tile16_group *w, const int8
         dot(exact, rows, w->codes, x, h * (8 / TP_HALVES), 8 / TP_HALVES);
         TP_UNROLL for (int r = 0; r < rows; r++) {
             vf part = vf_from_int(exact[r]);
+#if TP_OWN_ZERO
+            part = vf_fma(w->zero, vf_all(at[r * TP_HALVES + h].sum), part); /* exact: all are integers below 2^24 */
+#endif
             product[r] = h ? vf_fma(part, w->scale[h], product[r]) : part * w->scale[h];
         }
     }
@@ -114,7 +115,8 @@ TP_INLINE void read_ahead(const uint8_t *record, int i) {
 }
 
 /* One or two rows of activations and one tile: the decode step, bound by the reading of weights. */
-TP_INLINE void multiply_few(const uint8_t *w, int rows, int64_t groups, const operand *x, float *sums) {
+TP_INLINE void multiply_few(const uint8_t *tile, int rows, int64_t k0, int64_t groups, const operand *x, float *sums) {
+    const uint8_t *w = tile + TP_TILE_BYTES(k0);
     vf sum[TP_UNITS][2];
     TP_UNROLL for (int u = 0; u < TP_UNITS; u++)
         TP_UNROLL for (int r = 0; r < rows; r++) sum[u][r] = vf_load(sums + r * TP_TILE + u * TP_WIDTH);
@@ -125,7 +127,7 @@ TP_INLINE void multiply_few(const uint8_t *w, int rows, int64_t groups, const op
             read_ahead(w, i);
             TP_UNROLL for (int u = 0; u < TP_UNITS; u++) {
                 tile16_group group;
-                tile16_decode(w, i, u, &group);
+                tile16_decode(tile, w, i, u, &group);
                 vf product[2];
                 products(product, rows, &group, x->codes + g * x->cap * 32, at);
                 TP_UNROLL for (int r = 0; r < rows; r++)
@@ -137,12 +139,12 @@ TP_INLINE void multiply_few(const uint8_t *w, int rows, int64_t groups, const op
         TP_UNROLL for (int r = 0; r < rows; r++) vf_store(sums + r * TP_TILE + u * TP_WIDTH, sum[u][r]);
 }
 
-TP_FN void multiply_one(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
-    multiply_few(w, 1, groups, x, sums);
+TP_FN void multiply_one(const uint8_t *tile, int64_t k0, int64_t groups, const operand *x, float *sums) {
+    multiply_few(tile, 1, k0, groups, x, sums);
 }
 
-TP_FN void multiply_two(const uint8_t *w, int64_t groups, const operand *x, float *sums) {
-    multiply_few(w, 2, groups, x, sums);
+TP_FN void multiply_two(const uint8_t *tile, int64_t k0, int64_t groups, const operand *x, float *sums) {
+    multiply_few(tile, 2, k0, groups, x, sums);
 }
 
 /* Rows t .. t + rows of one group against one unit of a tile, in memory. */
@@ -157,16 +159,16 @@ TP_INLINE void add_group(float *sums, int t, int rows, const tile16_group *w, co
 }
 
 /* Several rows of activations and one unit of a tile: codes stay in registers while the rows pass. */
-TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const operand *x, float *sums) {
+TP_FN void multiply_many(const uint8_t *tile, int unit, int64_t k0, int64_t groups, const operand *x, float *sums) {
     const int8_t *codes = x->codes;
     const float *scale = x->scale;
     const side *at = x->side;
     for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *record = w + g / (TP_SUPER / 32) * TP_RECORD_BYTES;
+        const uint8_t *record = tile + TP_TILE_BYTES(k0) + g / (TP_SUPER / 32) * TP_RECORD_BYTES;
         int i = (int)(g % (TP_SUPER / 32));
         tile16_group group;
         if (unit == 0) read_ahead(record, i);
-        tile16_decode(record, i, unit, &group);
+        tile16_decode(tile, record, i, unit, &group);
         int t = 0;
         for (; t + TP_ROWS <= x->rows; t += TP_ROWS) add_group(sums, t, TP_ROWS, &group, codes, scale, at);
         for (; t + 4 <= x->rows; t += 4) add_group(sums, t, 4, &group, codes, scale, at);
@@ -177,13 +179,13 @@ TP_FN void multiply_many(const uint8_t *w, int unit, int64_t groups, const opera
 
 /* Add the products of elements k0 .. k1 into sums[tile][rows][16] for `tiles` tiles. */
 TP_FN void multiply(const uint8_t *const *w, int tiles, int64_t k0, int64_t k1, const operand *x, float *sums) {
-    int64_t groups = (k1 - k0) / 32, skip = TP_TILE_BYTES(k0);
+    int64_t groups = (k1 - k0) / 32;
     int64_t stride = (int64_t)x->rows * TP_TILE;
     for (int n = 0; n < tiles; n++, sums += stride) {
-        if (x->rows == 1) multiply_one(w[n] + skip, groups, x, sums);
-        else if (x->rows == 2) multiply_two(w[n] + skip, groups, x, sums);
+        if (x->rows == 1) multiply_one(w[n], k0, groups, x, sums);
+        else if (x->rows == 2) multiply_two(w[n], k0, groups, x, sums);
         else
-            for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n] + skip, u, groups, x, sums + u * TP_WIDTH);
+            for (int u = 0; u < TP_UNITS; u++) multiply_many(w[n], u, k0, groups, x, sums + u * TP_WIDTH);
     }
 }
 #endif

@@ -81,18 +81,9 @@ static void rmsnorm_x8(const tp_launch *l, const tp_step *s, int task, void *scr
 /* quantize_x8: 0 x f32, 1 ldx, 2 y x8, 3 k, 4 cap, 5 terms. */
 static void quantize_x8(const tp_launch *l, const tp_step *s, int task, void *scratch) {
     (void)scratch;
-    const int k = (int)l->arg[3], groups = tp_ceil_div(k, 32), terms = l->arg[5] == 2 ? 2 : 1;
-    for (int row = task * ROWS; row < tp_min(s->rows, (task + 1) * ROWS); row++) {
-        const float *x = TP_PTR(const float, l, 0) + row * l->arg[1];
-        for (int g = 0; g < groups; g++) {
-            __m256 v[4];
-            for (int j = 0; j < 4; j++) {
-                const int i = g * 32 + 8 * j;
-                v[j] = i + 8 <= k ? _mm256_loadu_ps(x + i) : _mm256_maskload_ps(x + i, tp_mask8(tp_max(0, k - i)));
-            }
-            tp_store_x8(TP_PTR(void, l, 2), groups, l->arg[4], g, row, terms, v);
-        }
-    }
+    const int terms = l->arg[5] == 2 ? 2 : 1;
+    for (int row = task * ROWS; row < tp_min(s->rows, (task + 1) * ROWS); row++)
+        tp_quantize_row(TP_PTR(const float, l, 0) + row * l->arg[1], (int)l->arg[3], TP_PTR(void, l, 2), l->arg[4], row, terms);
 }
 
 const tp_kernel tp_kernel_rmsnorm_f32 = {"rmsnorm_f32", row_tasks, rmsnorm_f32};

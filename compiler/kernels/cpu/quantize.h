@@ -48,4 +48,17 @@ TP_INLINE void tp_store_x8(void *y, int64_t groups, int64_t cap, int64_t g, int6
     }
 }
 
+/* A row of k values as row t of an x8 buffer; what is missing of the last group is 0. */
+TP_INLINE void tp_quantize_row(const float *x, int k, void *y, int64_t cap, int64_t t, int64_t terms) {
+    const int groups = tp_ceil_div(k, 32);
+    for (int g = 0; g < groups; g++) {
+        __m256 v[4];
+        for (int j = 0; j < 4; j++) {
+            const int i = g * 32 + 8 * j;
+            v[j] = i + 8 <= k ? _mm256_loadu_ps(x + i) : _mm256_maskload_ps(x + i, tp_mask8(tp_max(0, k - i)));
+        }
+        tp_store_x8(y, groups, cap, g, t, terms, v);
+    }
+}
+
 #endif

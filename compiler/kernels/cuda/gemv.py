@@ -257,6 +257,11 @@ def _candidate(problem: Problem, weight: Weight, tile: Tile, device: CudaDevice)
     return Candidate(kernel, (grid, 1, 1), weight.nbytes + activations, operations, "f32" if is_float else "int8")
 
 
+def holds_activations(format: str, k: int, m: int, device: CudaDevice) -> bool:
+    """Whether m rows of k activations fit in shared memory beside a ring; if not, every warp reads them again."""
+    return not FORMATS[format].is_float or 4 * m * k + RING_LEAST <= device.shared_per_block
+
+
 def _x_bytes(problem: Problem, weight: Weight, span: int) -> int:
     """Shared bytes of ``span`` activations a row: float32, or int8 and the bytes beside each 32."""
     if weight.side_bytes:

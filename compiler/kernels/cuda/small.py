@@ -12,7 +12,7 @@ from typing import Literal
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.kernels.cuda.attention import Attention
 from tapeout.compiler.kernels.cuda.base import FLOAT_BYTES, FLOAT_NAMES, GATED, Candidate, Define, GpuKernel, Param
-from tapeout.compiler.layouts import packed_bytes, plane_geometry
+from tapeout.compiler.layouts import packed_bytes, plane_geometry, planes_hold
 from tapeout.runtime.errors import TapeoutError
 
 Defines = dict[str, Define]
@@ -203,7 +203,7 @@ def examples() -> list[GpuKernel]:
     llama = Attention(32, 8, 128, 16, 512, 0.088, 6144, 0, 4096, 5120)
     gemma = Attention(4, 1, 256, 16, 512, 0.0625, 1536, 0, 1024, 1280, qk_norm=True)
     made = [
-        *(embed(name, 1000, 512, 1.0, 1) for name in FORMATS),
+        *(embed(name, 1000, 512, 1.0, 1) for name in FORMATS if FORMATS[name].is_float or planes_hold(name)),
         *(rmsnorm(4096, 4096, 1e-5, out, 2048) for out in FLOAT_NAMES),
         *(rmsnorm(640, 640, 1e-6, "f32", 1, count_index=2), rmsnorm_add(1152, 1152, 1e-6, 1)),
         *(rope_kv(llama, 2048), rope_kv(gemma, 64), gather(4096, 8), add(2048, 1), cast(4096, 6144, "bf16", 64)),
