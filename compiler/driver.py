@@ -28,7 +28,7 @@ from tapeout.passes import PIPELINE
 from tapeout.passes.select_kernels import further_devices
 from tapeout.runtime.errors import TapeoutError
 
-WEIGHTS = "weights/rank0.safetensors"
+WEIGHTS = "weights/rank{}.safetensors"
 ENGINE = (Unit("engine.c"), Unit("sample.c"))
 KERNEL_BYTES = 32 << 20  # more than the kernels of an artifact take, for the check of free space
 
@@ -53,8 +53,9 @@ def compile_spec(
     progress = progress or SilentProgress()
     if not plan_only:
         check_target(output, force)
-    require_one_device(spec.topology)
     device = load_device(spec.topology.device)
+    if isinstance(device, CudaDevice):
+        require_one_device(spec.topology)
     checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))
     folder = Environment.read().cache
     builder = KernelBuilder(folder / "cubins", progress)
@@ -64,7 +65,7 @@ def compile_spec(
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
         _write_plan(output, plan, force)
         return plan
-    needed = results.get(MemoryPlan).weights + KERNEL_BYTES
+    needed = results.get(MemoryPlan).weights * spec.topology.count + KERNEL_BYTES
     weight_cache = WeightCache(folder / "weights") if cache else None
     with ArtifactWriter(output, force=force, needed_bytes=needed) as writer, ThreadPoolExecutor(1) as pool:
         # zig compiles in processes of its own while the tokenizer is built here
@@ -73,14 +74,15 @@ def compile_spec(
         kernels = pool.submit(_kernel_files, selected, device, spec.topology, kernels_at, builder, progress)
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
-        report = _add_weights(writer, results, checkpoint, native.result(), jobs, weight_cache, progress)
-        plan = add_errors(plan, report.errors)
+        reports = _add_weights(writer, results, checkpoint, native.result(), jobs, weight_cache, progress)
+        plan = add_errors(plan, [report.errors for report in reports])
         for name, data in {**kernels.result(), **tokenizer.files, "plan.json": canonical(plan)}.items():
             writer.add(name, data)
         final = writer.seal(plan["kernels"]["targets"])
     if weight_cache is not None:
         with contextlib.suppress(OSError):  # the artifact is whole; the next compile builds again what it cannot find
-            weight_cache.record(final / WEIGHTS, report.chunk_bytes, report.sha256, report.spans)
+            for rank, report in enumerate(reports):
+                weight_cache.record(final / WEIGHTS.format(rank), report.chunk_bytes, report.sha256, report.spans)
     return plan
 
 
@@ -142,14 +144,20 @@ def _add_weights(
     jobs: int | None,
     cache: WeightCache | None,
     progress: Progress,
-) -> EmissionReport:
+) -> list[EmissionReport]:
+    """One file of weights a rank, and what emission says of each."""
     memory, selected = results.get(MemoryPlan), results.get(SelectedModel)
-    recipes = {weight.name: weight.recipe for weight in selected.weights}
-    entries = [WeightEntry(place.name, recipes[place.name], place.offset, place.nbytes) for place in memory.places]
-    with progress.task("weights", memory.weights, unit="B") as task:
-        report = emit_weights(
-            entries, checkpoint, writer.path(WEIGHTS), native, jobs=jobs, cache=cache, progress=steps_of(task)
-        )
-        task.note(f"{report.reused} reused, {report.built} built")
-    writer.add_weights(WEIGHTS, report)
-    return report
+    weights = {weight.name: (weight.recipe, *weight.further) for weight in selected.weights}
+    reports: list[EmissionReport] = []
+    for rank in range(selected.fused.sharded.mesh.count):
+        entries = [WeightEntry(place.name, weights[place.name][rank], place.offset, place.nbytes)
+                   for place in memory.places]  # fmt: skip
+        name = WEIGHTS.format(rank)
+        with progress.task(f"weights of rank {rank}" if rank else "weights", memory.weights, unit="B") as task:
+            report = emit_weights(
+                entries, checkpoint, writer.path(name), native, jobs=jobs, cache=cache, progress=steps_of(task)
+            )
+            task.note(f"{report.reused} reused, {report.built} built")
+        writer.add_weights(name, report)
+        reports.append(report)
+    return reports

@@ -22,6 +22,7 @@ from tapeout.compiler.stages import (
     MemoryPlan,
     QuantizedModel,
     SelectedModel,
+    ShardedModel,
 )
 from tapeout.runtime.manifest import FORMAT_VERSION, RUNTIME_VERSION
 
@@ -49,7 +50,8 @@ def build_plan(
     logical, quantized = results.get(LogicalModel), results.get(QuantizedModel)
     fused, selected = results.get(FusedModel), results.get(SelectedModel)
     memory, graphs = results.get(MemoryPlan), results.get(GraphPlan)
-    made = [stage.decisions for stage in (quantized, fused, selected, memory, graphs)]
+    sharded = results.get(ShardedModel)
+    made = [stage.decisions for stage in (quantized, sharded, fused, selected, memory, graphs)]
     target = {} if isinstance(device, CpuDevice) else {"target": "cuda"}
     return target | {
         "format_version": FORMAT_VERSION,
@@ -132,6 +134,7 @@ def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
             "axes": list(weight.axes),
             "recipe": weight.recipe.to_json(),
         }
+        | ({"further_ranks": [recipe.to_json() for recipe in weight.further]} if weight.further else {})
         for weight, place in zip(selected.weights, memory.places, strict=True)
     ]
 
@@ -145,11 +148,16 @@ def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:
         "total": memory.total,
         "capacity": memory.capacity,
         "max_sequences": memory.max_sequences,
+        **_comm(selected, memory),
         "kv": {
             "dtype": spec.serving.kv_dtype,
             "page_tokens": memory.page_tokens,
             "pages": memory.pages,
-            "bytes_per_token": selected.kv_token_bytes * selected.kv_layers,
+            "bytes_per_token": selected.token_bytes(memory.page_tokens),
+            "caches": [
+                {"name": c.name, "offset": offset, "page_bytes": c.page_bytes, "sequence_bytes": c.sequence_bytes}
+                for c, offset in zip(selected.caches, memory.cache_offsets, strict=True)
+            ],
         },
         "buffers": [
             {
@@ -181,15 +189,19 @@ def _step(selected: SelectedModel, offset: int) -> Json:
     }
 
 
-def add_errors(plan: Json, errors: Mapping[str, ConversionErrors]) -> Json:
-    """The plan with the measured error of every converted weight."""
-    weights = [
-        weight
-        | {"error": {"relative_rms": errors[weight["name"]].relative_rms, "max_abs": errors[weight["name"]].max_abs}}
-        if weight["name"] in errors
-        else weight
-        for weight in plan["weights"]
-    ]
+def _comm(selected: SelectedModel, memory: MemoryPlan) -> Json:
+    """How many ranks there are, and what each needs to exchange values; nothing for one."""
+    ranks = selected.fused.sharded.mesh.count
+    return {"comm": {"ranks": ranks, "buffer_bytes": memory.comm_buffer}} if ranks > 1 else {}
+
+
+def add_errors(plan: Json, ranks: Sequence[Mapping[str, ConversionErrors]]) -> Json:
+    """The plan with the measured error of every converted weight: the largest of any rank's piece."""
+    weights: list[Json] = []
+    for weight in plan["weights"]:
+        found = [errors[weight["name"]] for errors in ranks if weight["name"] in errors]
+        error = {key: max(getattr(each, key) for each in found) for key in ("relative_rms", "max_abs") if found}
+        weights.append(weight | ({"error": error} if found else {}))
     return plan | {"weights": weights}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tapeout.compiler.capture import check_capture
 from tapeout.compiler.ir import Graph, check_graph
 from tapeout.compiler.kernels.cuda.base import GpuKernel, Resources
+from tapeout.compiler.partition.axes import Mesh
 from tapeout.compiler.recipes import Recipe
 
 Evidence = tuple[tuple[str, int | float | str], ...]
@@ -91,22 +92,59 @@ class QuantizedModel:
         _check_recipes(self.logical.graph, self.recipes)
 
 
+Recipes = tuple[tuple[str, Recipe], ...]
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """The program of one rank of ``mesh`` and, for each rank, the recipes of its pieces of the weights."""
+
+    quantized: QuantizedModel
+    mesh: Mesh
+    graph: Graph
+    ranks: tuple[Recipes, ...]
+    decisions: tuple[Decision, ...]
+
+    def check(self) -> None:
+        """The program is well formed, and every rank has a piece of the same shape and format for every slot."""
+        check_graph(self.graph)
+        _check_ranks(self.graph, self.ranks, self.mesh)
+
+
 @dataclass(frozen=True)
 class FusedModel:
     """Projections that read one input and share a format are one weight, its parts in declared order."""
 
-    quantized: QuantizedModel
+    sharded: ShardedModel
     graph: Graph
-    recipes: tuple[tuple[str, Recipe], ...]
+    ranks: tuple[Recipes, ...]
     decisions: tuple[Decision, ...]
+
+    @property
+    def logical(self) -> LogicalModel:
+        """The model before it was split."""
+        return self.sharded.quantized.logical
+
+    @property
+    def recipes(self) -> Recipes:
+        """Those of the first rank; shapes and formats are the same on all."""
+        return self.ranks[0]
 
     def check(self) -> None:
         """The program is still well formed and every fused weight has the shape its op needs."""
         check_graph(self.graph)
-        _check_recipes(self.graph, self.recipes)
+        _check_ranks(self.graph, self.ranks, self.sharded.mesh)
 
 
-def _check_recipes(graph: Graph, recipes: tuple[tuple[str, Recipe], ...]) -> None:
+def _check_ranks(graph: Graph, ranks: tuple[Recipes, ...], mesh: Mesh) -> None:
+    assert len(ranks) == mesh.count, "a rank has no weights"
+    formats = [recipe.format for _, recipe in ranks[0]]
+    for recipes in ranks:
+        _check_recipes(graph, recipes)
+        assert [recipe.format for _, recipe in recipes] == formats, "ranks hold a weight in different formats"
+
+
+def _check_recipes(graph: Graph, recipes: Recipes) -> None:
     filled = dict(recipes)
     assert len(filled) == len(recipes), "a weight slot is filled twice"
     assert filled.keys() == graph.slots.keys(), (
@@ -120,13 +158,17 @@ def _check_recipes(graph: Graph, recipes: tuple[tuple[str, Recipe], ...]) -> Non
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One weight as it will lie in the artifact. ``recipe`` ends in a Pack; ``nbytes`` excludes alignment."""
+    """One weight as it will lie in the artifact. ``recipe`` ends in a Pack; ``nbytes`` excludes alignment.
+
+    ``further`` are the recipes of the ranks after the first, which take as many bytes.
+    """
 
     name: str
     recipe: Recipe
     axes: tuple[str, ...]
     layout: str
     nbytes: int
+    further: tuple[Recipe, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,9 +188,9 @@ class WeightRef:
 
 @dataclass(frozen=True)
 class KvRef:
-    """An argument that points at the KV pool of a layer."""
+    """An argument that points at a cache of the KV pool, by its place among the caches."""
 
-    layer: int
+    cache: int
 
 
 @dataclass(frozen=True)
@@ -172,7 +214,20 @@ class StepRef:
     field: str
 
 
-Arg = Span | WeightRef | KvRef | Capacity | SizeOf | StepRef | int | float
+@dataclass(frozen=True)
+class CommRef:
+    """An argument that points at the rank's communicator."""
+
+
+@dataclass(frozen=True)
+class RankOf:
+    """An argument that follows from the rank: ``times`` its number divided by ``ranks``, rounded down."""
+
+    ranks: int
+    times: int
+
+
+Arg = Span | WeightRef | KvRef | Capacity | SizeOf | StepRef | CommRef | RankOf | int | float
 
 
 @dataclass(frozen=True)
@@ -286,6 +341,18 @@ class StepLayout:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """What one layer keeps of the past: ``page_bytes`` for every page of tokens, ``sequence_bytes`` for a sequence.
+
+    ``pages`` pages lie first, then the state of each of ``max_sequences`` sequences.
+    """
+
+    name: str
+    page_bytes: int
+    sequence_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class SelectedModel:
     """Kernels are chosen, and the closed set of launch lists is known.
 
@@ -300,11 +367,14 @@ class SelectedModel:
     buffers: tuple[Buffer, ...]
     programs: tuple[Program, ...]
     logits: str
-    kv_layers: int
-    kv_token_bytes: int
+    caches: tuple[Cache, ...]
     decisions: tuple[Decision, ...]
     step: StepLayout | None = None
     multiprocessors: int = 0
+
+    def token_bytes(self, page_tokens: int) -> int:
+        """Bytes of the KV pool that one token takes, rounded down where several tokens share an entry."""
+        return sum(cache.page_bytes for cache in self.caches) // page_tokens
 
     def check(self) -> None:
         """Launches use known kernels, weights and buffers, and read only what was written."""
@@ -381,16 +451,18 @@ class MemoryPlan:
     max_sequences: int
     page_tokens: int
     pages: int
-    kv_layer_bytes: int
+    cache_offsets: tuple[int, ...]
     places: tuple[WeightPlace, ...]
     graphs: tuple[GraphMemory, ...]
     decisions: tuple[Decision, ...]
     step_offset: int | None = None
+    comm_buffer: int = 0
+    """Of one rank, of two that it uses in turn; 0 where there is one rank."""
 
     @property
     def total(self) -> int:
-        """All planned bytes."""
-        return self.weights + self.kv_pool + self.arena + self.scratch
+        """All planned bytes of a rank."""
+        return self.weights + self.kv_pool + self.arena + self.scratch + 2 * self.comm_buffer
 
     def check(self) -> None:
         """No two buffers that live at the same time overlap, everything lies in the arena, and all fits the device."""

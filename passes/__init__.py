@@ -10,6 +10,7 @@ from tapeout.compiler.pipeline import Pipeline
 from tapeout.passes.assign_formats import assign_formats
 from tapeout.passes.fuse_weights import fuse_weights
 from tapeout.passes.ingest import ingest
+from tapeout.passes.partition import partition
 from tapeout.passes.plan_graphs import plan_graphs
 from tapeout.passes.plan_memory import plan_memory
 from tapeout.passes.select_kernels import select_kernels
@@ -17,7 +18,8 @@ from tapeout.passes.select_kernels import select_kernels
 PIPELINE = Pipeline(
     ingest,  # Model, Checkpoint -> LogicalModel
     assign_formats,  # LogicalModel, Quantization -> QuantizedModel
-    fuse_weights,  # QuantizedModel -> FusedModel
+    partition,  # QuantizedModel, Topology -> ShardedModel
+    fuse_weights,  # ShardedModel -> FusedModel
     select_kernels,  # FusedModel, Device, Serving -> SelectedModel
     plan_memory,  # SelectedModel, Device, Topology, Serving -> MemoryPlan
     plan_graphs,  # SelectedModel, MemoryPlan -> GraphPlan

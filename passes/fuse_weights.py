@@ -6,35 +6,36 @@ from itertools import groupby
 
 from tapeout.compiler.ir import Graph, Op, Weight
 from tapeout.compiler.recipes import Recipe, joined, joins_with
-from tapeout.compiler.stages import Decision, FusedModel, QuantizedModel, merge_decisions
+from tapeout.compiler.stages import Decision, FusedModel, ShardedModel, merge_decisions
 
 
-def fuse_weights(quantized: QuantizedModel) -> FusedModel:
+def fuse_weights(sharded: ShardedModel) -> FusedModel:
     """Join neighbours that declare the same ``fuse`` group, input, format and presence of a bias."""
-    graph = quantized.logical.graph
-    slots, recipes = dict(graph.slots), dict(quantized.recipes)
-    formats = {name: recipe.format for name, recipe in quantized.recipes}
+    graph = sharded.graph
+    slots, ranks = dict(graph.slots), [dict(recipes) for recipes in sharded.ranks]
+    formats = {name: recipe.format for name, recipe in sharded.ranks[0]}
     ops: list[Op] = []
     decisions: list[Decision] = []
 
     def kind(op: Op) -> tuple[str, str, str, int]:
         if not op.fuse:
             return (op.name, "", "", 0)
-        return (op.fuse, op.inputs[0], joins_with(recipes[op.weights[0]]), len(op.weights))
+        return (op.fuse, op.inputs[0], joins_with(ranks[0][op.weights[0]], _groups(op)), len(op.weights))
 
     for _, run in groupby(graph.ops, key=kind):
         parts = list(run)
         if len(parts) == 1:
             ops.append(parts[0])
         else:
-            ops.append(_join(parts, slots, recipes))
+            ops.append(_join(parts, slots, ranks))
         if parts[0].fuse:
             decisions.append(_decide(parts, graph, formats))
     fused = Graph(tuple(ops), tuple(slots.values()), graph.output)
-    return FusedModel(quantized, fused, tuple((name, recipes[name]) for name in slots), merge_decisions(decisions))
+    ordered = tuple(tuple((name, recipes[name]) for name in slots) for recipes in ranks)
+    return FusedModel(sharded, fused, ordered, merge_decisions(decisions))
 
 
-def _join(parts: list[Op], slots: dict[str, Weight], recipes: dict[str, Recipe]) -> Op:
+def _join(parts: list[Op], slots: dict[str, Weight], ranks: list[dict[str, Recipe]]) -> Op:
     """One op over the concatenation; its slots replace those of the parts."""
     whole = _fused_name(parts)
     weights: list[str] = []
@@ -43,11 +44,17 @@ def _join(parts: list[Op], slots: dict[str, Weight], recipes: dict[str, Recipe])
         sources = [slots.pop(name) for name in names]
         rows = sum(slot.shape[0] for slot in sources)
         slots[whole + suffix] = Weight(whole + suffix, (rows, *sources[0].shape[1:]), sources[0].axes)
-        recipes[whole + suffix] = joined([recipes.pop(name) for name in names])
+        for recipes in ranks:
+            recipes[whole + suffix] = joined([recipes.pop(name) for name in names], _groups(parts[0]))
         weights.append(whole + suffix)
     width = sum(op.width for op in parts)
-    return Op("linear", whole, parts[0].inputs, tuple(weights), width, fuse=parts[0].fuse,
+    return Op(parts[0].kind, whole, parts[0].inputs, tuple(weights), width, parts[0].attrs, fuse=parts[0].fuse,
               parts=tuple((op.name, op.width) for op in parts))  # fmt: skip
+
+
+def _groups(op: Op) -> int:
+    """Parts of an op over experts are joined expert by expert."""
+    return op.integer("experts") if op.kind == "expert_linear" else 1
 
 
 def _fused_name(parts: list[Op]) -> str:

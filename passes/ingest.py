@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints import Checkpoint
@@ -12,7 +12,7 @@ from tapeout.compiler.guards import is_list
 from tapeout.compiler.ir import Builder, Weight
 from tapeout.compiler.models import find_family
 from tapeout.compiler.models.base import Config, Family, Sources
-from tapeout.compiler.recipes import Convert, Divide, Recipe
+from tapeout.compiler.recipes import Convert, Divide, Recipe, joined
 from tapeout.compiler.spec import Model
 from tapeout.compiler.stages import LogicalModel
 from tapeout.runtime.errors import TapeoutError
@@ -97,9 +97,9 @@ class _Filler:
         self.weights = weights_of(checkpoint)
         self.used: dict[str, str] = {}
 
-    def find(self, slot: str) -> tuple[str, Recipe] | None:
-        name = self.sources.name(slot)
-        recipes = [(spelling, self.weights.find(spelling)) for spelling in dict.fromkeys(_spellings(name))]
+    def find(self, slot: str, name: str) -> tuple[str, Recipe] | None:
+        """A tensor under the name a family knows it by, as any spelling of checkpoints has it."""
+        recipes = [(spelling, self.weights.find(spelling)) for spelling in self._spellings(name)]
         found = [(spelling, recipe) for spelling, recipe in recipes if recipe is not None]
         if len(found) > 1:
             listed = " and ".join(spelling for spelling, _ in found)
@@ -108,27 +108,67 @@ class _Filler:
             )
         return found[0] if found else None
 
+    def _spellings(self, name: str) -> Iterable[str]:
+        return dict.fromkeys(each for known in (name, *self.sources.others(name)) for each in _spellings(known))
+
     def fill(self, slot: Weight) -> Recipe:
-        found = self.find(slot.name)
+        """The recipe of a slot, of its shape."""
         constant = self.constants.get(slot.name)
-        if found is None:
-            if constant is not None:
-                return constant
-            raise TapeoutError(
-                f"{self.checkpoint.path}: tensor {self.sources.name(slot.name)} is missing; "
-                f"the family {self.family.name} needs it with shape {list(slot.shape)}"
-            )
-        name, recipe = found
-        if recipe.shape != slot.shape:
-            raise TapeoutError(
-                f"{self.checkpoint.path}: tensor {name} has shape {list(recipe.shape)}, "
-                f"but the config says {list(slot.shape)}"
-            )
+        parts = self.sources.parts(slot.name)
+        if parts:
+            name, recipe = self._joined(slot, parts)
+        else:
+            wanted = self.sources.name(slot.name)
+            found = self.find(slot.name, wanted)
+            if found is None:
+                if constant is not None:
+                    return constant
+                raise self._missing(wanted, slot.shape)
+            name, recipe = found
+        recipe = self._adapted(slot, name, recipe)
         self.used |= {read.tensor: slot.name for read in recipe.reads()}
-        if len(recipe.shape) == 1 and recipe.format != "f32":
-            recipe = Convert(recipe, "f32")
-        recipe = self.sources.adapt(slot.name, recipe)
         return Divide(constant, recipe) if constant is not None else recipe
+
+    def _missing(self, tensor: str, shape: tuple[int, ...]) -> TapeoutError:
+        return TapeoutError(
+            f"{self.checkpoint.path}: tensor {tensor} is missing; "
+            f"the family {self.family.name} needs it with shape {list(shape)}"
+        )
+
+    def _joined(self, slot: Weight, names: tuple[str, ...]) -> tuple[str, Recipe]:
+        """The tensors of a slot one below the other, which must be of one shape and format."""
+        recipes: list[Recipe] = []
+        for wanted in names:
+            found = self.find(slot.name, wanted)
+            if found is None:
+                raise self._missing(wanted, (slot.shape[0] // len(names), *slot.shape[1:]))
+            name, recipe = found
+            first = recipes[0] if recipes else recipe
+            if (recipe.shape, recipe.format) != (first.shape, first.format):
+                raise TapeoutError(
+                    f"{self.checkpoint.path}: tensor {name} is {list(recipe.shape)} {recipe.format}, but "
+                    f"{names[0]} is {list(first.shape)} {first.format}; the parts of {slot.name} share both"
+                )
+            recipes.append(recipe)
+        return f"{names[0]} and {len(names) - 1} more", joined(recipes)
+
+    def _adapted(self, slot: Weight, name: str, recipe: Recipe) -> Recipe:
+        """The recipe in the slot's order and shape, vectors as float32."""
+        shape = recipe.shape
+        wrong = TapeoutError(
+            f"{self.checkpoint.path}: tensor {name} has shape {list(shape)}, but the config says {list(slot.shape)}"
+        )
+        if len(shape) == 1 and recipe.format != "f32":
+            recipe = Convert(recipe, "f32")
+        try:
+            adapted = self.sources.adapt(slot.name, recipe)
+        except TapeoutError as error:
+            if shape != slot.shape:
+                raise wrong from error
+            raise TapeoutError(f"{self.checkpoint.path}: tensor {name}: {error}") from error
+        if adapted.shape != slot.shape:
+            raise wrong
+        return adapted
 
     def leftovers(self, tied: bool) -> Iterator[tuple[str, str]]:
         for name in self.checkpoint.tensors:

@@ -9,6 +9,7 @@ from tapeout.compiler.stages import (
     Arg,
     BuiltKernel,
     Capacity,
+    CommRef,
     Decision,
     GraphMemory,
     GraphPlan,
@@ -18,6 +19,7 @@ from tapeout.compiler.stages import (
     MemoryPlan,
     Placement,
     Program,
+    RankOf,
     SelectedModel,
     SizeOf,
     Span,
@@ -79,7 +81,9 @@ class _Binder:
             result["produces"] = [{"op": made.op, "columns": [made.start, made.stop]} for made in launch.produces]
         return result
 
-    def _arg(self, arg: Arg, places: Mapping[str, Placement], rows: int) -> Any:  # noqa: PLR0911 - one a kind
+    def _arg(  # noqa: PLR0911 - one a kind
+        self, arg: Arg, places: Mapping[str, Placement], rows: int
+    ) -> Any:
         match arg:
             case Span(buffer, column):
                 return ["arena", places[buffer].offset + 4 * column]
@@ -89,9 +93,13 @@ class _Binder:
                 return ["weight", weight]
             case StepRef(field):
                 return ["step", field]
-            case KvRef(layer):
-                return ["kv", layer * self.memory.kv_layer_bytes]
+            case KvRef(cache):
+                return ["kv", self.memory.cache_offsets[cache]]
             case Capacity(terms):
                 return rows * terms
+            case CommRef():
+                return ["comm", 0]
+            case RankOf(ranks, times):
+                return ["rank", [ranks, times]]
             case _:
                 return arg

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tapeout.compiler.devices import CpuDevice, Device
 from tapeout.compiler.layouts import LINE, PAGE, PLANE, plan_offsets
@@ -10,6 +11,7 @@ from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import (
     STEP,
     Buffer,
+    Cache,
     Decision,
     GraphMemory,
     Launch,
@@ -21,22 +23,23 @@ from tapeout.compiler.stages import (
 )
 from tapeout.runtime.errors import TapeoutError
 
+COLLECTIVES = frozenset(("all_reduce", "all_gather"))
 SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
 
 
 def plan_memory(selected: SelectedModel, device: Device, topology: Topology, serving: Serving) -> MemoryPlan:
     """Place everything. Raises TapeoutError with the longest context that fits when the device is too small."""
-    context = serving.context_for(selected.fused.quantized.logical.max_context)
+    context = serving.context_for(selected.fused.logical.max_context)
     most = max(program.held for program in selected.programs if program.phase != "head")
     pinned, start = _place_pinned(selected.buffers, most)
     graphs = tuple(_place(selected, program, pinned, start) for program in selected.programs)
     spans = plan_offsets([w.nbytes for w in selected.weights], line=PLANE if selected.step else LINE)
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
-    layer = _round(pages * serving.page_tokens * selected.kv_token_bytes, PAGE)
+    ends = list(accumulate(_round(_cache_bytes(cache, pages, serving), PAGE) for cache in selected.caches))
     plan = MemoryPlan(
         weights=sum(place.nbytes for place in places),
-        kv_pool=layer * selected.kv_layers,
+        kv_pool=ends[-1],
         arena=_round(max(p.offset + p.nbytes for graph in graphs for p in graph.placements), PAGE),
         scratch=SCRATCH * device.threads if isinstance(device, CpuDevice) else 0,
         capacity=(topology.memory or device.memory) - serving.headroom,
@@ -44,14 +47,32 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
         max_sequences=serving.max_sequences,
         page_tokens=serving.page_tokens,
         pages=pages,
-        kv_layer_bytes=layer,
+        cache_offsets=(0, *ends[:-1]),
         places=places,
         graphs=graphs,
+        comm_buffer=_comm_buffer(selected),
         decisions=_decide(selected, serving, context),
         step_offset=pinned[STEP][0] if selected.step else None,
     )
     _refuse_if_too_large(plan, selected, serving)
     return plan
+
+
+def _comm_buffer(selected: SelectedModel) -> int:
+    """Bytes that a rank of several needs to hand its part of the largest collective to the others; 0 for one."""
+    sizes = [
+        4 * program.held * columns
+        for program in selected.programs
+        for launch in program.launches
+        if launch.kernel in COLLECTIVES
+        for name, columns in launch.args
+        if name == "k" and isinstance(columns, int)
+    ]
+    return _round(max(sizes, default=0), LINE)
+
+
+def _cache_bytes(cache: Cache, pages: int, serving: Serving) -> int:
+    return pages * cache.page_bytes + serving.max_sequences * cache.sequence_bytes
 
 
 def _round(size: int, step: int) -> int:
@@ -104,8 +125,10 @@ def _place(selected: SelectedModel, program: Program, pinned: dict[str, tuple[in
 
 
 def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[Decision, ...]:
-    evidence = (("bytes_per_token", selected.kv_token_bytes * selected.kv_layers), ("max_context", context),
+    evidence = (("bytes_per_token", selected.token_bytes(serving.page_tokens)), ("max_context", context),
                 ("max_sequences", serving.max_sequences))  # fmt: skip
+    state = sum(cache.sequence_bytes for cache in selected.caches)
+    evidence += (("bytes_per_sequence", state),) if state else ()
     other = "f32" if serving.kv_dtype == "f16" else "f16"
     why = "twice the bytes a token" if other == "f32" else "rounds keys and values to 11 bits"
     return (Decision("plan_memory", "kv_pool", f"{serving.kv_dtype}, pages of {serving.page_tokens} tokens",
@@ -116,10 +139,11 @@ def _refuse_if_too_large(plan: MemoryPlan, selected: SelectedModel, serving: Ser
     if plan.total <= plan.capacity:
         return
     fixed = plan.total - plan.kv_pool
-    token = selected.kv_token_bytes * selected.kv_layers * serving.max_sequences
-    # Whole pages, and a page of rounding a layer.
-    room = plan.capacity - fixed - PAGE * selected.kv_layers
-    fits = max(room, 0) // (token * serving.page_tokens) * serving.page_tokens
+    page = sum(cache.page_bytes for cache in selected.caches) * serving.max_sequences
+    state = sum(cache.sequence_bytes for cache in selected.caches) * serving.max_sequences
+    # Whole pages, and a page of rounding a cache.
+    room = plan.capacity - fixed - state - PAGE * len(selected.caches)
+    fits = max(room, 0) // page * serving.page_tokens if page else 0
     needs = (
         f"weights {plan.weights:,} + KV pool {plan.kv_pool:,} + arena {plan.arena:,} + scratch {plan.scratch:,} bytes "
         f"need {plan.total:,}, but {plan.capacity:,} are there after serving.headroom"

@@ -65,14 +65,20 @@ def _decode_rate(model: Model, count: int) -> float:
 
 
 def bytes_per_token(plan: dict[str, Any]) -> int:
-    """Weight bytes a decode step reads: every weight of its lists once, but for tables that are looked up."""
-    used: set[str] = set()
+    """Weight bytes a decode step reads: every weight of its lists once, but for tables that are looked up.
+
+    Of experts those of one row, which are as many as ``dispatch`` is told.
+    """
+    share: dict[str, float] = {}
     for graph in plan["graphs"]:
-        if graph["phase"] in ("decode", "head"):
-            for launch in graph["launches"]:
-                if not launch["kernel"].startswith("embed_"):
-                    used.update(_weights_of(launch))
-    return sum(weight["bytes"] for weight in plan["weights"] if weight["name"] in used)
+        chosen = 1.0
+        for launch in graph["launches"] if graph["phase"] in ("decode", "head") else ():
+            args = launch["args"]
+            if launch["kernel"] == "dispatch":
+                chosen = args["top_k"] / args["experts"]
+            if not launch["kernel"].startswith("embed_"):
+                share |= dict.fromkeys(_weights_of(launch), chosen if args.get("starts") else 1.0)
+    return round(sum(weight["bytes"] * share.get(weight["name"], 0) for weight in plan["weights"]))
 
 
 def _weights_of(launch: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _bench(words) if command == "bench" else _run(words)
     except TapeoutError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not _told_by_parent(error):
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -74,12 +75,45 @@ def _run(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    ranks = _ranks(options.artifact)
+    if ranks:
+        return _start(ranks, ["run", *argv, f"--prompt={prompt}"])
 
     from tapeout.runtime.model import load
 
     with load(options.artifact, threads=options.threads, target=options.target, device=options.device) as model:
         ids = _prompt_ids(model, prompt, options)
         return _generate(model, ids, options)
+
+
+def _told_by_parent(error: TapeoutError) -> bool:
+    """Whether the process that started this rank says why the run is over."""
+    from tapeout.runtime.model import rank_place
+
+    place = rank_place()
+    if place is None or place.parent is None:
+        return False
+    from tapeout.runtime.ranks import RankError
+
+    return isinstance(error, RankError)
+
+
+def _ranks(artifact: Path) -> Mapping[str, int] | None:
+    """What the plan says of its ranks, where it is for several and this process is to start them."""
+    from tapeout.runtime.manifest import parse_manifest
+    from tapeout.runtime.model import rank_place
+
+    if "weights/rank1.safetensors" not in parse_manifest(artifact).files or rank_place():
+        return None
+    plan = json.loads((artifact / "plan.json").read_bytes())
+    return plan["memory"]["comm"]
+
+
+def _start(comm: Mapping[str, int], words: Sequence[str]) -> int:
+    """Run the command once as every rank; the first one's output is the command's."""
+    from tapeout.runtime.ranks import run_ranks
+
+    return run_ranks(comm["ranks"], [sys.executable, "-m", "tapeout.runtime", *words], comm["buffer_bytes"])
 
 
 def _prompt_ids(model: Model, prompt: str, options: argparse.Namespace) -> list[int]:
@@ -158,6 +192,9 @@ def _bench(argv: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs to take the median of (default: 5)")
     options = parser.parse_args(argv)
+    ranks = _ranks(options.artifact)
+    if ranks:
+        return _start(ranks, ["bench", *argv])
 
     from tapeout.runtime.bench import bench_model
     from tapeout.runtime.model import load

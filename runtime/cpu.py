@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from tapeout.runtime.ranks import Member, SharedMemory
+
 ABI = 1
 _ARGS = 15
 _ERRORS = {1: "the logits hold NaN or infinite values", 2: "a launch names a kernel that the library does not hold"}
@@ -36,7 +38,7 @@ class Segment(C.Structure):
         ("row", C.c_int32),
         ("rows", C.c_int32),
         ("position", C.c_int32),
-        ("reserved", C.c_int32),
+        ("slot", C.c_int32),
         ("pages", C.POINTER(C.c_int32)),
     )
 
@@ -139,7 +141,7 @@ class StepInput:
         self.tokens[:count] = tokens
         self.positions[:count] = range(start, start + count)
         self.row_segment[:count] = [0] * count
-        self.segment[0] = Segment(0, count, start, 0, C.cast(sequence.table, C.POINTER(C.c_int32)))
+        self.segment[0] = _segment(sequence, 0, count)
         self._finish(count, 1, out_rows)
         return self.struct
 
@@ -150,7 +152,7 @@ class StepInput:
         self.row_segment[:count] = range(count)
         for row, sequence in enumerate(sequences):
             self.positions[row] = sequence.length
-            self.segment[row] = Segment(row, 1, sequence.length, 0, C.cast(sequence.table, C.POINTER(C.c_int32)))
+            self.segment[row] = _segment(sequence, row, 1)
         self._finish(count, count, range(count))
         return self.struct
 
@@ -162,6 +164,11 @@ class StepInput:
     def _finish(self, rows: int, segments: int, out_rows: Sequence[int]) -> None:
         self.struct.rows, self.struct.segments = rows, segments
         self.want(out_rows)
+
+
+def _segment(sequence: KvSequence, row: int, rows: int) -> Segment:
+    """The next ``rows`` tokens of a sequence as rows of a step from ``row`` on."""
+    return Segment(row, rows, sequence.length, sequence.slot or 0, C.cast(sequence.table, C.POINTER(C.c_int32)))
 
 
 class LaunchList:
@@ -178,17 +185,21 @@ class LaunchList:
 class CpuBackend:
     """Owns all memory and the engine of one artifact."""
 
-    def __init__(self, folder: Path, plan: Mapping[str, Any], library: Path, threads: int) -> None:
+    def __init__(
+        self, folder: Path, plan: Mapping[str, Any], library: Path, threads: int, member: Member | None = None
+    ) -> None:
         memory = plan["memory"]
         self._library = _load_library(library, plan)
-        self.weights, self._weight_offset = _map_weights(folder / "weights" / "rank0.safetensors")
+        self._member, self.rank = member, member.rank if member else 0
+        self._comm = self._communicator(member, threads) if member else None
+        self.weights, self._weight_offset = _map_weights(folder / "weights" / f"rank{self.rank}.safetensors")
         self.arena = Mapped(mmap.mmap(-1, max(memory["arena"], 4096)), writable=True)
         self.kv = Mapped(mmap.mmap(-1, max(memory["kv_pool"], 4096)), writable=True)
         self._pieces = {"arena": self.arena, "kv": self.kv}
         self._weights = {weight["name"]: self._weight_address(weight) for weight in plan["weights"]}
         table = plan["kernels"]["table"]
-        kernels = {kernel["name"]: (index, kernel["params"]) for index, kernel in enumerate(table)}
-        self.lists = [LaunchList(entry, self._bind(entry["launches"], kernels)) for entry in plan["graphs"]]
+        self._kernels = {kernel["name"]: (index, kernel["params"]) for index, kernel in enumerate(table)}
+        self.lists = [LaunchList(entry, self._bind(entry["launches"])) for entry in plan["graphs"]]
         self.vocab: int = plan["model"]["vocab_size"]
         engine = self._library.tp_open(threads)
         if not engine:
@@ -200,6 +211,11 @@ class CpuBackend:
         self._one = StepStruct()
         self._results: dict[int, list[int]] = {}
         self._tickets = 0
+
+    def _communicator(self, member: Member, threads: int) -> SharedMemory:
+        from tapeout.runtime.ranks import SharedMemory
+
+        return SharedMemory(member, self._run_kernel, threads)
 
     def prefill(self, sequence: KvSequence, tokens: Sequence[int], sample: bool) -> int:
         """See Backend."""
@@ -277,13 +293,11 @@ class CpuBackend:
         """See Backend."""
         return None
 
-    def _bind(
-        self, launches: Sequence[Mapping[str, Any]], kernels: Mapping[str, tuple[int, list[str]]]
-    ) -> C.Array[Launch]:
+    def _bind(self, launches: Sequence[Mapping[str, Any]]) -> C.Array[Launch]:
         """Resolve symbolic arguments to addresses."""
         bound = (Launch * len(launches))()
         for native, launch in zip(bound, launches, strict=True):
-            native.kernel, params = kernels[launch["kernel"]]
+            native.kernel, params = self._kernels[launch["kernel"]]
             args = launch["args"]
             for index, name in enumerate(params):
                 native.arg[index] = self._resolve(args[name])
@@ -294,6 +308,12 @@ class CpuBackend:
             base, where = cast(tuple[str, Any], arg)
             if base == "weight":
                 return self._weights[where]
+            if base == "comm":
+                assert self._comm is not None, "an artifact for one rank has collectives"
+                return self._comm.address
+            if base == "rank":
+                ranks, times = where
+                return self.rank // ranks * times
             piece = self._pieces[base]
             if not 0 <= where < piece.nbytes:
                 raise TapeoutError(
@@ -314,6 +334,8 @@ class CpuBackend:
         self, body: LaunchList | None, head: LaunchList | None, step: StepStruct, sampling: C.Array[Sampling] | None
     ) -> None:
         """One native call: body, head for the wanted rows, sampling. Raises TapeoutError when the numbers broke."""
+        if self._member:
+            self._member.busy()
         code = self._library.tp_run(
             self._engine,
             body.launches if body else None,
@@ -325,8 +347,7 @@ class CpuBackend:
             self.vocab,
             sampling,
         )
-        if code:
-            raise TapeoutError(f"the step failed: {_ERRORS.get(code, f'engine error {code}')}")
+        self._check(code, "the step")
 
     def logits_address(self, head: LaunchList) -> int:
         """Where the head list leaves its rows of logits."""
@@ -335,8 +356,21 @@ class CpuBackend:
     def run_one(self, launches: Any, index: int) -> None:
         """See Backend."""
         code = self._library.tp_run_one(self._engine, C.byref(launches.launches[index]), C.byref(self._one))
+        self._check(code, f"launch {index} of {launches.name}")
+
+    def _check(self, code: int, what: str) -> None:
+        """Raise for an engine's code, and let the other ranks know that this one has done its part."""
+        if self._comm:
+            self._comm.raise_for(code)
         if code:
-            raise TapeoutError(f"launch {index} of {launches.name} failed: {_ERRORS.get(code, f'engine error {code}')}")
+            raise TapeoutError(f"{what} failed: {_ERRORS.get(code, f'engine error {code}')}")
+        if self._member:
+            self._member.idle()
+
+    def _run_kernel(self, name: str, rows: int, args: Mapping[str, int]) -> int:
+        """One launch of a kernel on its own; returns the engine's code."""
+        (launch,) = self._bind([{"kernel": name, "args": args}])
+        return self._library.tp_run_one(self._engine, C.byref(launch), C.byref(StepStruct(rows=rows)))
 
     def close(self) -> None:
         """End the threads and unmap everything."""
@@ -345,6 +379,8 @@ class CpuBackend:
             self._engine = None
             for piece in (self.weights, self.arena, self.kv):
                 piece.close()
+            if self._member:
+                self._member.leave()
 
 
 def _load_library(path: Path, plan: Mapping[str, Any]) -> C.CDLL:

@@ -32,10 +32,15 @@ def _cpu_flags() -> set[str]:
     return set()
 
 
-def thread_count(asked: int | None) -> int:
-    """How many threads to run: the number asked for, else one for each CPU this process may use."""
+RANK_VARIABLES = ("TAPEOUT_RANK", "RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""One of these is set where a launcher started several processes; what it says is read in ``runtime.ranks``."""
+
+
+def thread_count(asked: int | None, ranks: int = 1) -> int:
+    """How many threads to run: the number asked for, else a rank's share of the CPUs this process may use."""
     if asked is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cpus // ranks)
     if not 1 <= asked <= 1024:
         raise TapeoutError(f"threads is {asked}; it must lie between 1 and 1024")
     return asked

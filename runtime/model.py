@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 from tapeout.runtime.backend import Backend, DeviceMemory, LaunchList, Opened, largest, smallest_fitting
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.generation import Generation, Step
-from tapeout.runtime.host import host_targets, thread_count
-from tapeout.runtime.manifest import is_gpu, open_manifest, parse_manifest
+from tapeout.runtime.host import RANK_VARIABLES, host_targets, thread_count
+from tapeout.runtime.manifest import MANIFEST, is_gpu, open_manifest, parse_manifest
 from tapeout.runtime.sequence import KvSequence, PagePool
 from tapeout.runtime.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from tapeout.runtime.ranks import Member, Place
 
 __all__ = ["Model", "Step", "load"]
 
@@ -54,14 +57,14 @@ def load(
     that the process sees. Without ``graphs`` a GPU runs launch by launch, waiting for each, so that errors name one.
     """
     started = time.perf_counter()
-    folder, count = Path(path), thread_count(threads)
+    folder = Path(path)
     architectures = parse_manifest(folder).architectures
     if is_gpu(architectures):
         from tapeout.runtime.cuda import open_cuda
 
-        opened = open_cuda(folder, architectures, target, device=device, threads=count, graphs=graphs)
+        opened = open_cuda(folder, architectures, target, device=device, threads=thread_count(threads), graphs=graphs)
     else:
-        opened = _open_cpu(folder, target, count)
+        opened = _open_cpu(folder, target, threads)
     try:
         model = Model(folder, opened.plan, opened.backend, opened.tokenizer)
         opened.finish()
@@ -73,7 +76,7 @@ def load(
     return model
 
 
-def _open_cpu(folder: Path, target: str | None, threads: int) -> Opened:
+def _open_cpu(folder: Path, target: str | None, threads: int | None) -> Opened:
     from tapeout.runtime.cpu import CpuBackend
 
     targets = host_targets()
@@ -87,16 +90,56 @@ def _open_cpu(folder: Path, target: str | None, threads: int) -> Opened:
     chosen = next((name for name in targets if name in manifest.architectures), None)
     if chosen is None:
         raise TapeoutError(f"{folder}: the artifact holds code for no architecture; compile it again")
+    place = rank_place()
     weights = [name for name in manifest.files if name.startswith("weights/")]
+    own = f"weights/rank{place.rank if place else 0}.safetensors"
     manifest.verify(name for name in manifest.files if name not in weights)
-    verification = manifest.start(weights)
+    verification = manifest.start(name for name in weights if name == own)
+    member = None
     try:
         plan = json.loads((folder / "plan.json").read_bytes())
         tokenizer = load_tokenizer(folder)
-        backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), threads)
+        member = _join(folder, plan, place)
+        count = thread_count(threads, member.count if member else 1)
+        backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), count, member)
+    except BaseException as error:
+        if member:
+            member.leave(error)
+        raise
     finally:
         verification.wait()
-    return Opened(plan, tokenizer, backend, chosen, "CPU", threads, verification.finish)
+
+    def finish() -> None:
+        verification.finish()
+        if member:
+            member.ready()
+
+    return Opened(plan, tokenizer, backend, chosen, "CPU", count, finish)
+
+
+def rank_place() -> Place | None:
+    """Which rank this process is, if a launcher started several. Raises TapeoutError for contradictions."""
+    if not any(name in os.environ for name in RANK_VARIABLES):
+        return None
+    from tapeout.runtime.ranks import read_place
+
+    return read_place()
+
+
+def _join(folder: Path, plan: Mapping[str, Any], place: Place | None) -> Member | None:
+    """This process as one of the ranks that the plan is for; None where it is for one. Raises TapeoutError."""
+    comm = plan["memory"].get("comm", {"ranks": 1, "buffer_bytes": 0})
+    if place is None:
+        if comm["ranks"] > 1:
+            raise TapeoutError(
+                f"{folder}: the artifact was planned for {comm['ranks']} ranks, and this process is none of them; "
+                "`tapeout run` and `tapeout bench` start them, and so do torchrun, mpirun and srun"
+            )
+        return None
+    from tapeout.runtime.ranks import join
+
+    digest = hashlib.sha256((folder / MANIFEST).read_bytes()).digest()
+    return join(place, digest, comm["ranks"], comm["buffer_bytes"])
 
 
 class Model:
@@ -115,7 +158,10 @@ class Model:
         self.vocab_size: int = plan["model"]["vocab_size"]
         self.max_sequences: int = memory["max_sequences"]
         self.chunk = largest(backend.lists, "prefill")
-        self.pool = PagePool(memory["kv"]["pages"], memory["kv"]["page_tokens"], self.max_context)
+        kv = memory["kv"]
+        stateful = any(cache["sequence_bytes"] for cache in kv.get("caches", ()))
+        slots = self.max_sequences if stateful else 0
+        self.pool = PagePool(kv["pages"], kv["page_tokens"], self.max_context, slots)
         self.eos_ids = frozenset(plan["generation"]["eos_token_ids"])
 
     def __enter__(self) -> Model:

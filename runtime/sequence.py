@@ -24,11 +24,15 @@ GREEDY = SamplingOptions()
 
 
 class PagePool:
-    """The free pages of the KV pool. Pages of a sequence need not be neighbours."""
+    """The free pages of the KV pool. Pages of a sequence need not be neighbours.
 
-    def __init__(self, pages: int, page_tokens: int, max_context: int) -> None:
-        self.page_tokens, self.max_context = page_tokens, max_context
+    Where a model keeps state that is not paged, there are ``slots`` for it, and a sequence has one while it has pages.
+    """
+
+    def __init__(self, pages: int, page_tokens: int, max_context: int, slots: int = 0) -> None:
+        self.page_tokens, self.max_context, self.slots = page_tokens, max_context, slots
         self._free = list(range(pages - 1, -1, -1))
+        self._free_slots = list(range(slots - 1, -1, -1))
 
     @property
     def free(self) -> int:
@@ -39,6 +43,13 @@ class PagePool:
         """Give a sequence the pages for ``length`` tokens. Raises TapeoutError beyond the context or the pool."""
         if length > self.max_context:
             raise TapeoutError(f"the sequence would hold {length} tokens, but its context is {self.max_context}")
+        if self.slots and sequence.slot is None:
+            if not self._free_slots:
+                raise TapeoutError(
+                    f"all {self.slots} places for the state of a sequence are taken; close a sequence, or compile with "
+                    "a larger serving.max_sequences"
+                )
+            sequence.slot = self._free_slots.pop()
         while sequence.pages * self.page_tokens < length:
             if not self._free:
                 raise TapeoutError(
@@ -53,8 +64,11 @@ class PagePool:
         return KvSequence((C.c_int32 * slots)(), sampling)
 
     def close(self, sequence: KvSequence) -> None:
-        """Take back a sequence's pages."""
+        """Take back a sequence's pages and its slot."""
         self._free.extend(sequence.table[index] for index in reversed(range(sequence.pages)))
+        if sequence.slot is not None:
+            self._free_slots.append(sequence.slot)
+            sequence.slot = None
         sequence.pages = sequence.length = 0
         sequence.closings += 1
 
@@ -63,7 +77,8 @@ class PagePool:
 class KvSequence:
     """One sequence: how many tokens it holds, the pages they lie in, and how the next is chosen.
 
-    Pages are only ever added at the end, until the sequence is closed (``closings`` counts that).
+    Pages are only ever added at the end, until the sequence is closed (``closings`` counts that). ``slot`` is where its
+    state lies, in models that keep some.
     """
 
     table: C.Array[C.c_int32]
@@ -71,6 +86,7 @@ class KvSequence:
     pages: int = 0
     length: int = 0
     closings: int = 0
+    slot: int | None = None
 
 
 def sampling_of(options: Mapping[str, Any]) -> SamplingOptions:

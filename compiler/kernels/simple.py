@@ -15,9 +15,10 @@ RMSNORM_ADD = _entry("rmsnorm_add", "norm.c", "x", "ldx", "weight", "y", "k", "e
 QUANTIZE_X8 = _entry("quantize_x8", "norm.c", "x", "ldx", "y", "k", "cap", "terms")
 ROPE_TABLE = _entry("rope_table", "rope.c", "inv_freq", "y", "d", "factor")
 GATED = {
-    "silu": _entry("gated_silu", "elementwise.c", "x", "ldx", "y", "k"),
-    "gelu_tanh": _entry("gated_gelu", "elementwise.c", "x", "ldx", "y", "k"),
+    act: _entry(name, "elementwise.c", "x", "ldx", "y", "k", "limit", "pairs")
+    for act, name in {"silu": "gated_silu", "gelu_tanh": "gated_gelu", "swiglu_oai": "gated_swiglu_oai"}.items()
 }
+"""By act; ``pairs`` is how many rows of x and y a row of the step has: 1, or the experts that a row goes through."""
 ADD_F32 = _entry("add_f32", "elementwise.c", "x", "y", "k")
 GATHER_F32 = _entry("gather_f32", "elementwise.c", "x", "y", "k")
 
@@ -35,11 +36,11 @@ def rope_kv(dtype: str) -> KernelEntry:
 def attention(dtype: str) -> KernelEntry:
     """Attention over the pool; its cost follows the live length."""
     defines = (("TP_KV_F16", "1" if dtype == "f16" else "0"),)
-    return KernelEntry(f"attention_{dtype}", "attention", _ATTENTION, "attention.c", defines)
+    return KernelEntry(f"attention_{dtype}", "attention", (*_ATTENTION, "sinks"), "attention.c", defines)
 
 
 ATTENTION_COMBINE = KernelEntry("attention_combine", "attention_combine", _ATTENTION, "attention_combine.c", ())
-"""Follows each attention launch that has a split buffer, with the same arguments."""
+"""Follows each attention launch that has a split buffer, with the same arguments but for the sinks."""
 
 
 def attention_split_bytes(rows: int, heads: int, head_dim: int) -> int:

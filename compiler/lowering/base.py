@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.recipes import Pack
@@ -11,17 +12,36 @@ from tapeout.compiler.stages import Buffer, Decision, FusedModel, PackedWeight, 
 from tapeout.runtime.errors import TapeoutError
 
 HIDDEN = "hidden"
+SPLIT_ROWS = 8  # steps of more rows keep all threads busy without splitting a row over its keys
+KV_BYTES = {"f16": 2, "f32": 4}
+_ATTENDS = frozenset(("rope", "attention", "latent_attention", "sparse_latent_attention", "index_select",
+                      "window_attention", "compressed_attention", "sparse_compressed_attention",
+                      "select_entries"))  # fmt: skip
+_PASSES_ON = frozenset(("rmsnorm", "layernorm", "unit_norm", "columns", "rotate", "head_linear", "compress"))
 
 
 def packed(fused: FusedModel, layouts: dict[str, str]) -> tuple[PackedWeight, ...]:
     """Every weight in its layout (``raw`` where none is given); vectors last, so that padding to pages lies before."""
     weights: list[PackedWeight] = []
     slots = fused.graph.slots
+    further = [dict(recipes) for recipes in fused.ranks[1:]]
     for name, recipe in fused.recipes:
         layout = layouts.get(name, "raw")
         nbytes = packed_bytes(recipe.shape, recipe.format, layout)
-        weights.append(PackedWeight(name, Pack(recipe, layout), slots[name].axes, layout, nbytes))
+        others = tuple(Pack(recipes[name], layout) for recipes in further)
+        weights.append(PackedWeight(name, Pack(recipe, layout), slots[name].axes, layout, nbytes, others))
     return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
+
+
+def check_formats(fused: FusedModel, target: str, holds: Callable[[str], bool]) -> None:
+    """Raises TapeoutError naming the first matrix whose format no kernel of the target (CPU or GPU) reads."""
+    for name, recipe in fused.recipes:
+        if len(recipe.shape) == 2 and not holds(recipe.format):
+            served = ", ".join(known for known in FORMATS if holds(known))
+            raise TapeoutError(
+                f"{name}: no {target} kernel serves {recipe.format}; quantization.default or a rule can convert it, "
+                f"with allow_requantize true, best to q8_0; those that it could be are {served}"
+            )
 
 
 def head_norm_eps(attention: Op, norms: Iterable[Op]) -> float:
@@ -78,7 +98,7 @@ class Lowering:
         """A fuse group shares one buffer, whether or not it is one matrix; each part has its declared columns."""
         if not op.fuse:
             return self.f32_buffer(op.name, op.width)
-        group = [part for part in self.fused.quantized.logical.graph.ops if part.fuse == op.fuse]
+        group = [part for part in self.fused.sharded.graph.ops if part.fuse == op.fuse]
         column = 0
         for part in group:
             if part.name == op.outputs[0][0]:
@@ -87,14 +107,14 @@ class Lowering:
         return Span(self.f32_buffer(op.fuse, sum(part.width for part in group)).buffer, column)
 
     def gate_of(self, op: Op) -> Op | None:
-        """The gated op that may ride on this product: gate and up are one matrix without a bias, gate first."""
+        """The gated op that may ride on this product: gate and up are one matrix without bias or limit, gate first."""
         if len(op.parts) != 2 or len(op.weights) > 1 or op.parts[0][1] != op.parts[1][1]:
             return None
         readers = [self.consumers[name] for name, _ in op.parts]
         if any(len(reader) != 1 or reader[0].kind != "gated" for reader in readers):
             return None
         gate = readers[0][0]
-        if gate is not readers[1][0]:
+        if gate is not readers[1][0] or gate.number("limit"):
             return None
         return gate if gate.inputs == (op.parts[0][0], op.parts[1][0]) else None
 
@@ -112,9 +132,9 @@ class Lowering:
         return self.place.get(value) == Span(HIDDEN) and all(reader.name in self.done for reader in others)
 
     def leads_to_attention(self, op: Op) -> bool:
-        """Whether attention weighs what the op writes: as queries or keys, rotated or not."""
+        """Whether attention weighs what the op writes, as queries or keys: norms, cuts, rotations may lie between."""
         readers = [reader for name, _ in op.outputs for reader in self.consumers.get(name, [])]
-        through = [
-            last for reader in readers for last in self.consumers.get(reader.name, []) if reader.kind == "rmsnorm"
-        ]
-        return any(reader.kind in ("rope", "attention") for reader in (*readers, *through))
+        return any(
+            reader.kind in _ATTENDS or (reader.kind in _PASSES_ON and self.leads_to_attention(reader))
+            for reader in readers
+        )

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from tapeout.compiler.devices import CpuDevice
-from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import embed, linear, simple
 from tapeout.compiler.kernels.base import x8_bytes
 from tapeout.compiler.layouts import TILE_ROWS, packed_bytes, tile16_holds
-from tapeout.compiler.lowering.base import HIDDEN, Lowering, head_norm_eps, packed
+from tapeout.compiler.lowering import collectives, compressed, experts, latent
+from tapeout.compiler.lowering.base import (
+    HIDDEN,
+    KV_BYTES,
+    SPLIT_ROWS,
+    Lowering,
+    check_formats,
+    head_norm_eps,
+    packed,
+)
 from tapeout.compiler.lowering.buckets import cpu_buckets
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
     Arg,
     Buffer,
+    Cache,
     Capacity,
     Decision,
     FusedModel,
@@ -30,27 +41,28 @@ from tapeout.compiler.stages import (
 )
 from tapeout.runtime.errors import TapeoutError
 
-SPLIT_ROWS = 8  # steps of more rows keep all threads busy without splitting a row over its keys
-KV_BYTES = {"f16": 2, "f32": 4}
+HANDLERS: Mapping[str, Callable[[CpuLowering, Op], None]] = {
+    **experts.HANDLERS,
+    **latent.HANDLERS,
+    **compressed.HANDLERS,
+    **collectives.HANDLERS,
+}
 
 
 def lower_cpu(fused: FusedModel, device: CpuDevice, serving: Serving) -> SelectedModel:
     """Lower every op to a kernel that serves its format, folding in residual adds, gates, norms and rotations."""
-    for name, recipe in fused.recipes:
-        if len(recipe.shape) == 2 and not tile16_holds(recipe.format):
-            served = ", ".join(known for known in FORMATS if tile16_holds(known))
-            raise TapeoutError(
-                f"{name}: no CPU kernel serves {recipe.format}; quantization.default or a rule can convert it, with "
-                f"allow_requantize true, best to q8_0; those that it could be are {served}"
-            )
-    lowering = _CpuLowering(fused, device, serving)
+    check_formats(fused, "CPU", tile16_holds)
+    lowering = CpuLowering(fused, device, serving)
     for op in fused.graph.ops:
         lowering.lower(op)
     return lowering.finish()
 
 
-class _CpuLowering(Lowering):
-    """One list of launches for the body and one for the head serve every bucket."""
+class CpuLowering(Lowering):
+    """One list of launches for the body and one for the head serve every bucket.
+
+    Kinds of ops that have a file of their own are in ``HANDLERS``; the others are methods here.
+    """
 
     def __init__(self, fused: FusedModel, device: CpuDevice, serving: Serving) -> None:
         super().__init__(fused)
@@ -59,15 +71,14 @@ class _CpuLowering(Lowering):
         self.kernels: dict[str, KernelEntry] = {}
         self.launches: list[Launch] = []
         self.body: list[Launch] | None = None
-        self.layers: dict[int, int] = {}
+        self.caches: list[Cache] = []
 
     def finish(self) -> SelectedModel:
+        """The lowered model, after every op."""
         body = self.body
         assert body is not None, "the program selects no rows"
         output = self.place[self.graph.output]
-        context = self.serving.context_for(self.fused.quantized.logical.max_context)
-        sizes = set(self.layers.values())
-        assert len(sizes) == 1, "layers cache different numbers of bytes"
+        context = self.serving.context_for(self.fused.logical.max_context)
         return SelectedModel(
             fused=self.fused,
             kernels=tuple(self.kernels[name] for name in sorted(self.kernels)),
@@ -78,19 +89,18 @@ class _CpuLowering(Lowering):
                 for phase, rows in cpu_buckets(self.serving, context)
             ),
             logits=output.buffer,
-            kv_layers=len(self.layers),
-            kv_token_bytes=sizes.pop(),
+            caches=tuple(self.caches),
             decisions=merge_decisions(self.decisions),
         )
 
-    def _x8_buffer(self, value: str, columns: int) -> tuple[Span, Capacity]:
+    def x8_buffer(self, value: str, columns: int) -> tuple[Span, Capacity]:
         """A buffer for a value as quantized activations, and its capacity in rows."""
-        terms, name = self._terms(value), f"{value}.x8"
+        terms, name = self.terms(value), f"{value}.x8"
         self.buffers[name] = Buffer(name, x8_bytes(columns) * terms, "x8", columns, terms=terms)
         self.quantized[value] = name
         return Span(name), Capacity(terms)
 
-    def _terms(self, value: str) -> int:
+    def terms(self, value: str) -> int:
         """How many 8-bit terms hold a quantized value."""
         return 2 if any(self._is_sensitive(reader) for reader in self.consumers[value]) else 1
 
@@ -104,7 +114,21 @@ class _CpuLowering(Lowering):
             return True
         return self.leads_to_attention(op)
 
-    def _emit(
+    def lower(self, op: Op) -> None:
+        """See Lowering."""
+        handler = HANDLERS.get(op.kind)
+        if handler is None:
+            super().lower(op)
+        elif op.name not in self.done:
+            handler(self, op)
+            self.done.add(op.name)
+
+    def cache(self, name: str, page_bytes: int, sequence_bytes: int = 0) -> KvRef:
+        """A new cache of the KV pool."""
+        self.caches.append(Cache(name, page_bytes, sequence_bytes))
+        return KvRef(len(self.caches) - 1)
+
+    def emit(
         self,
         kernel: KernelEntry,
         op: Op,
@@ -113,18 +137,19 @@ class _CpuLowering(Lowering):
         writes: tuple[Span, ...],
         produces: tuple[Produced, ...] = (),
     ) -> None:
+        """One launch more: arguments in the kernel's order, and the buffers it reads and writes, which place them."""
         self.kernels[kernel.name] = kernel
         named = tuple(zip(kernel.params, args, strict=True))
         read, written = (tuple(span.buffer for span in spans) for spans in (reads, writes))
         self.launches.append(Launch(kernel.name, op.name, named, read, written, produces, "y" if produces else ""))
 
-    def _x8(self, value: str, op: Op) -> Span:
+    def x8(self, value: str, op: Op) -> Span:
         """The value as quantized activations, quantizing it now if nothing did yet."""
         if value not in self.quantized:
             source, columns = self.place[value], self.width(value)
-            target, capacity = self._x8_buffer(value, columns)
+            target, capacity = self.x8_buffer(value, columns)
             args = (source, self.stride(source), target, columns, capacity, capacity.terms)
-            self._emit(simple.QUANTIZE_X8, op, args, (source,), (target,))
+            self.emit(simple.QUANTIZE_X8, op, args, (source,), (target,))
         return Span(self.quantized[value])
 
     # -- one method an op kind
@@ -133,7 +158,7 @@ class _CpuLowering(Lowering):
         y = self.f32_buffer(HIDDEN, op.width, pinned=True)
         kernel = embed.kernel(self.format(op.weights[0]))
         args = (WeightRef(op.weights[0]), y, op.width, op.number("scale"))
-        self._emit(kernel, op, args, (), (y,), (Produced(op.name, 0, op.width),))
+        self.emit(kernel, op, args, (), (y,), (Produced(op.name, 0, op.width),))
         self.place[op.name] = y
 
     def _rmsnorm(self, op: Op) -> None:
@@ -145,17 +170,15 @@ class _CpuLowering(Lowering):
         if all(reader.kind == "add" for reader in readers):
             return self._absorbed(op, readers, "add")
         x, weight, eps = self.place[op.inputs[0]], WeightRef(op.weights[0]), op.number("eps")
-        quantized = [
-            reader for reader in readers if reader.kind == "linear" and linear.takes_x8(self.format(reader.weights[0]))
-        ]
+        quantized = [reader for reader in readers if reader.weights and linear.takes_x8(self.format(reader.weights[0]))]
         produces = (Produced(op.name, 0, op.width),)
         if quantized:
-            y, capacity = self._x8_buffer(op.name, op.width)
+            y, capacity = self.x8_buffer(op.name, op.width)
             args = (x, self.stride(x), weight, y, op.width, eps, capacity, capacity.terms)
-            self._emit(simple.RMSNORM_X8, op, args, (x,), (y,), produces)
+            self.emit(simple.RMSNORM_X8, op, args, (x,), (y,), produces)
         if len(quantized) < len(readers):
             y = self.f32_buffer(op.name, op.width)
-            self._emit(simple.RMSNORM_F32, op, (x, self.stride(x), weight, y, op.width, eps), (x,), (y,), produces)
+            self.emit(simple.RMSNORM_F32, op, (x, self.stride(x), weight, y, op.width, eps), (x,), (y,), produces)
             self.place[op.name] = y
         return None
 
@@ -171,16 +194,16 @@ class _CpuLowering(Lowering):
         format = self.format(weight)
         kernel = linear.kernel(format)
         k = self.slots[weight].shape[1]
-        x = self._x8(op.inputs[0], op) if linear.takes_x8(format) else self.place[op.inputs[0]]
+        x = self.x8(op.inputs[0], op) if linear.takes_x8(format) else self.place[op.inputs[0]]
         y, epilogue, n, produces = self._epilogue(op)
         bias: Arg = WeightRef(op.weights[1]) if len(op.weights) > 1 else 0
         terms = self.buffers[x.buffer].terms
         args = (x, WeightRef(weight), y, n, k, Capacity(terms), self.stride(y), epilogue, bias, terms)
         reads = (x, y) if epilogue == linear.ADD else (x,)
-        self._emit(kernel, op, args, reads, (y,), produces)
+        self.emit(kernel, op, args, reads, (y,), produces)
         self._record(op, kernel.name, format, k)
         if terms > 1:
-            self._record_terms(op)
+            self.record_terms(op)
 
     def _epilogue(self, op: Op) -> tuple[Span, int, int, tuple[Produced, ...]]:
         """Where the product goes and what is done to it on the way: (output, epilogue, rows of the weight, values)."""
@@ -225,7 +248,8 @@ class _CpuLowering(Lowering):
             )
         )
 
-    def _record_terms(self, op: Op) -> None:
+    def record_terms(self, op: Op) -> None:
+        """Record why an op's input has two 8-bit terms."""
         reason = "rounding this input to 8 bits shows in the logits; a decode step reads the weight once either way"
         why = "of all 8-bit inputs, those of the head and of q, k and v make up about half of the divergence"
         other = ("one 8-bit term", why)
@@ -237,7 +261,7 @@ class _CpuLowering(Lowering):
         if table.buffer not in self.buffers:
             y = self.f32_buffer(table.buffer, op.integer("head_dim"))
             args = (WeightRef(op.weights[0]), y, op.integer("head_dim"), op.number("factor"))
-            self._emit(simple.ROPE_TABLE, op, args, (), (y,))
+            self.emit(simple.ROPE_TABLE, op, args, (), (y,))
 
     def _table(self, rope: Op) -> Span:
         return Span(f"{rope.weights[0]}.table")
@@ -253,9 +277,10 @@ class _CpuLowering(Lowering):
         layer, dtype = op.integer("layer"), self.serving.kv_dtype
         heads, kv_heads, head_dim = op.integer("heads"), op.integer("kv_heads"), op.integer("head_dim")
         shape = (heads, kv_heads, head_dim, self.serving.page_tokens)
-        kv = KvRef(layer)
+        size = 2 * kv_heads * head_dim * KV_BYTES[dtype]
+        kv = self.cache(f"layer.{layer}", self.serving.page_tokens * size)
         write = (q, self.stride(q), k, self.stride(k), v, self.stride(v), table, kv, *shape, q_norm, k_norm, eps)
-        self._emit(simple.rope_kv(dtype), op, write, (q, k, v, table), (q,))
+        self.emit(simple.rope_kv(dtype), op, write, (q, k, v, table), (q,))
         y = self.place[op.name] = self.f32_buffer(op.name, op.width)
         split = Span(f"{op.name}.split")
         size = simple.attention_split_bytes(1, heads, head_dim)
@@ -271,9 +296,9 @@ class _CpuLowering(Lowering):
             split,
             SizeOf(split.buffer),
         )
-        self._emit(simple.attention(dtype), op, read, (q,), (y, split))
-        self._emit(simple.ATTENTION_COMBINE, op, read, (y, split), (y,), (Produced(op.name, 0, op.width),))
-        self.layers[layer] = 2 * kv_heads * head_dim * KV_BYTES[dtype]
+        sinks: Arg = WeightRef(op.weights[0]) if op.weights else 0
+        self.emit(simple.attention(dtype), op, (*read, sinks), (q,), (y, split))
+        self.emit(simple.ATTENTION_COMBINE, op, read, (y, split), (y,), (Produced(op.name, 0, op.width),))
 
     def _before_rotation(self, rope: Op) -> tuple[Span, Arg]:
         """Where the unrotated value lies, and the weight of a head norm to apply first."""
@@ -288,12 +313,13 @@ class _CpuLowering(Lowering):
             raise TapeoutError(f"{op.name}: the CPU kernel needs gate and up side by side, gate first")
         y = self.place[op.name] = self.f32_buffer(op.name, op.width)
         kernel = simple.GATED[str(op.attr("act"))]
-        self._emit(kernel, op, (gate, self.stride(gate), y, op.width), (gate,), (y,), (Produced(op.name, 0, op.width),))
+        args = (gate, self.stride(gate), y, op.width, op.number("limit"), 1)
+        self.emit(kernel, op, args, (gate,), (y,), (Produced(op.name, 0, op.width),))
 
     def _add(self, op: Op) -> None:
         stream = next((name for name in op.inputs if self.streams(name, op)), None)
         if stream is None:
-            raise TapeoutError(f"{op.name}: the CPU kernels add into the residual stream, which neither input is")
+            return self._sum(op)
         other = next(name for name in op.inputs if name != stream)
         y = self.place[op.name] = Span(HIDDEN)
         produces = (Produced(op.name, 0, op.width),)
@@ -301,12 +327,24 @@ class _CpuLowering(Lowering):
         if norm.kind == "rmsnorm" and other not in self.place:
             x = self.place[norm.inputs[0]]
             args = (x, self.stride(x), WeightRef(norm.weights[0]), y, op.width, norm.number("eps"))
-            return self._emit(simple.RMSNORM_ADD, op, args, (x, y), (y,), produces)
-        return self._emit(simple.ADD_F32, op, (self.place[other], y, op.width), (self.place[other], y), (y,), produces)
+            return self.emit(simple.RMSNORM_ADD, op, args, (x, y), (y,), produces)
+        return self.emit(simple.ADD_F32, op, (self.place[other], y, op.width), (self.place[other], y), (y,), produces)
+
+    def _sum(self, op: Op) -> None:
+        """Into the buffer of an input that nothing else reads."""
+        owned = next((n for n in op.inputs if self.place[n] == Span(n) and len(self.consumers[n]) == 1), None)
+        if owned is None:
+            raise TapeoutError(
+                f"{op.name}: the CPU kernels add into the residual stream or into a value that nothing else reads, and "
+                "neither input is one"
+            )
+        other, y = (self.place[name] for name in sorted(op.inputs, key=lambda name: name == owned))
+        self.place[op.name] = y
+        self.emit(simple.ADD_F32, op, (other, y, op.width), (other, y), (y,), (Produced(op.name, 0, op.width),))
 
     def _select(self, op: Op) -> None:
         """Everything from here on works on the selected rows, in a launch list of its own."""
         self.body, self.launches = self.launches, []
         x, y = self.place[op.inputs[0]], self.f32_buffer(op.name, op.width)
-        self._emit(simple.GATHER_F32, op, (x, y, op.width), (x,), (y,), (Produced(op.name, 0, op.width),))
+        self.emit(simple.GATHER_F32, op, (x, y, op.width), (x,), (y,), (Produced(op.name, 0, op.width),))
         self.place[op.name] = y

@@ -16,7 +16,8 @@ from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels.cuda import attention, gemv, linear, small
 from tapeout.compiler.kernels.cuda.base import ADD, FLOAT_BYTES, GATED, STORE, Candidate
-from tapeout.compiler.lowering.base import HIDDEN, Lowering, head_norm_eps, packed
+from tapeout.compiler.layouts import planes_hold
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, check_formats, head_norm_eps, packed
 from tapeout.compiler.lowering.buckets import HEAD_ROWS, cuda_buckets
 from tapeout.compiler.lowering.choice import Choices, KernelBuilder, Pending
 from tapeout.compiler.spec import Serving
@@ -25,6 +26,7 @@ from tapeout.compiler.stages import (
     STEP,
     Arg,
     Buffer,
+    Cache,
     FusedModel,
     KvRef,
     Produced,
@@ -49,17 +51,16 @@ def lower_cuda(
     Every kernel fits all devices that are ``named``. Raises TapeoutError for what no GPU kernel serves, and when every
     candidate of a problem exceeds a device.
     """
+    _refuse_unserved(fused)
     device, devices = least(named), one_an_architecture(named)
     if serving.kv_dtype != "f16":
         raise TapeoutError(f"serving.kv_dtype is {serving.kv_dtype}, but the GPU kernels cache f16; set it to f16")
-    context = serving.context_for(fused.quantized.logical.max_context)
+    context = serving.context_for(fused.logical.max_context)
     buckets = cuda_buckets(serving, context)
     shared = _Shared(fused, device, serving, context, _step_layout(buckets, serving, context))
     drafts = [_lower_bucket(shared, phase, rows) for phase, rows in buckets]
     drafts.append(_sample_after_head(shared))
     choices = Choices.make([p for draft in drafts for p in draft.launches], devices, builder)
-    sizes = set(shared.layers.values())
-    assert len(sizes) == 1, "layers cache different numbers of bytes"
     quantized = {n: "planes" for n, r in fused.recipes if len(r.shape) == 2 and not FORMATS[r.format].is_float}
     return SelectedModel(
         fused=fused,
@@ -70,12 +71,26 @@ def lower_cuda(
             Program(d.phase, d.rows, tuple(choices.launch(p) for p in d.launches), d.capacity) for d in drafts
         ),
         logits=shared.logits,
-        kv_layers=len(shared.layers),
-        kv_token_bytes=sizes.pop(),
+        caches=tuple(
+            Cache(f"layer.{layer}", serving.page_tokens * size) for layer, size in sorted(shared.layers.items())
+        ),
         decisions=merge_decisions(choices.decisions),
         step=shared.step,
         multiprocessors=device.sm_count,
     )
+
+
+def _refuse_unserved(fused: FusedModel) -> None:
+    """One sentence for a program with an op or a format that only CPU kernels serve so far."""
+    check_formats(fused, "GPU", lambda format: FORMATS[format].is_float or planes_hold(format))
+    served = {"embed", "rmsnorm", "linear", "rope", "attention", "gated", "add", "select"}
+    for op in fused.graph.ops:
+        plain = op.kind in served and not (op.kind == "attention" and op.weights)
+        if not plain or (op.kind == "gated" and (op.number("limit") or op.attr("act") not in GATED)):
+            raise TapeoutError(
+                f"{op.name}: no GPU kernel serves this {op.kind} yet; topology.device cpu does, and GPUs serve "
+                "the dense families without attention sinks"
+            )
 
 
 @dataclass
@@ -287,6 +302,14 @@ class _BucketLowering(Lowering):
             return self._product(op, self.input_of(op), make, {"counts": self._counts()})
         norm = self.normed.get(op.inputs[0])
         x = self.place[norm.inputs[0] if norm else op.inputs[0]]
+        k = self.slots[op.weights[0]].shape[1]
+        if (
+            self.rows > 1
+            and not norm
+            and not gemv.holds_activations(self.format(op.weights[0]), k, self.rows, self.device)
+        ):
+            make = partial(linear.candidates, count_index=self.count)
+            return self._product(op, x, make, {"counts": self._counts()})
         eps = norm.number("eps") if norm else 0.0
         make = partial(gemv.candidates, norm=norm is not None, eps=eps)
         return self._product(op, x, make, {"norm": WeightRef(norm.weights[0]) if norm else 0})
@@ -437,7 +460,7 @@ class _BucketLowering(Lowering):
 
     def sample(self, *, advance: bool) -> None:
         """Choose a token for every row of logits; after a decode step, make the device ready for the next."""
-        vocab = self.fused.quantized.logical.vocab_size
+        vocab = self.fused.logical.vocab_size
         logits = Span(self.shared.logits)
         names = (
             "temperature",

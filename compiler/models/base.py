@@ -112,17 +112,27 @@ class Config:
         return asdict(self)
 
 
+def no_parts(slot: str) -> tuple[str, ...]:
+    """Every slot is one tensor, or a part of one."""
+    del slot
+    return ()
+
+
 @dataclass(frozen=True)
 class Sources:
     """How a container names and stores the weights of a family.
 
-    ``name`` maps a weight slot to its tensor; ``adapt`` turns the tensor's recipe into the slot's (order, offsets).
-    ``ignore`` maps tensor names that carry nothing for inference to the reason.
+    ``name`` maps a weight slot to its tensor; ``adapt`` turns the tensor's recipe into the slot's (order, offsets, a
+    part of it). ``ignore`` maps tensor names that carry nothing for inference to the reason. ``parts`` lists the
+    tensors that a slot is made of, one below the other, where they are several (one an expert), instead of ``name``.
+    ``others`` lists what a tensor is called in checkpoints that another program wrote.
     """
 
     name: Callable[[str], str]
     adapt: Callable[[str, Recipe], Recipe]
     ignore: Callable[[str], str | None]
+    parts: Callable[[str], tuple[str, ...]] = no_parts
+    others: Callable[[str], tuple[str, ...]] = no_parts
 
 
 @dataclass(frozen=True)

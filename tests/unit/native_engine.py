@@ -73,7 +73,7 @@ class Step:
 
 
 def make_step(segments: Sequence[tuple[int, int, Sequence[int]]], out_rows: Sequence[int] = ()) -> Step:
-    """A step from (position of the first row, rows, page table) of each sequence."""
+    """A step from (position of the first row, rows, page table) of each sequence; their slots are 0, 1, …"""
     native, kept = StepStruct(), []
     table = (Segment * len(segments))()
     positions: list[int] = []
@@ -86,7 +86,7 @@ def make_step(segments: Sequence[tuple[int, int, Sequence[int]]], out_rows: Sequ
 
     for i, (position, rows, pages) in enumerate(segments):
         table[i].row, table[i].rows, table[i].position = len(positions), rows, position
-        table[i].pages = pointer(pages)
+        table[i].slot, table[i].pages = i, pointer(pages)
         positions += range(position, position + rows)
         owners += [i] * rows
     native.rows, native.segments, native.out_rows = len(positions), len(segments), len(out_rows)

@@ -164,29 +164,45 @@ def test_a_nan_reaches_the_scale(native: Native, bad: float, place: int) -> None
 # Elementwise
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("rows", "pairs"), [(1, 1), (130, 1), (17, 4)])
 @pytest.mark.parametrize("k", [1, 30, 1536])
-def test_gated_activations_match_torch(native: Native, rows: int, k: int) -> None:
+@pytest.mark.parametrize("limit", [0.0, 2.5])
+def test_gated_activations_match_torch(native: Native, rows: int, pairs: int, k: int, limit: float) -> None:
     torch = pytest.importorskip("torch")
-    x = random(rows, 2 * k + 4) * 4
+    x = random(rows * pairs, 2 * k + 4) * 4
     gate, up = torch.from_numpy(x[:, :k]).double(), torch.from_numpy(x[:, k : 2 * k]).double()
-    for name, act in (
-        ("gated_silu", torch.nn.functional.silu),
-        ("gated_gelu", lambda v: torch.nn.functional.gelu(v, approximate="tanh")),
-    ):
-        y = poison(rows, k)
-        native.call(name, rows_step(rows), x, 2 * k + 4, y, k)
-        np.testing.assert_allclose(y, (act(gate) * up).numpy(), rtol=3e-6, atol=1e-7)
+    if limit:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    expected = {
+        "gated_silu": torch.nn.functional.silu(gate) * up,
+        "gated_gelu": torch.nn.functional.gelu(gate, approximate="tanh") * up,
+        "gated_swiglu_oai": gate * torch.sigmoid(1.702 * gate) * (up + 1),
+    }
+    for name, values in expected.items():
+        y = poison(rows * pairs + 1, k)
+        native.call(name, rows_step(rows), x, 2 * k + 4, y, k, limit, pairs)
+        np.testing.assert_allclose(y[:-1], values.numpy(), rtol=3e-6, atol=1e-6)
+        assert np.isnan(y[-1]).all()
 
 
 def test_activations_at_the_ends_of_the_range(native: Native) -> None:
     gate = np.array([-1e4, -100, -88, -20, -0.0, 0, 20, 100, 1e4, np.nan], np.float32)
     x = np.concatenate([gate, np.ones_like(gate)])[None]
-    for name in ("gated_silu", "gated_gelu"):
-        y = poison(1, 10)
-        native.call(name, rows_step(1), x, 20, y, 10)
-        close(y[0, :9], np.maximum(gate[:9], 0), 1e-7)
-        assert np.isnan(y[0, 9])
+    for name, factor in (("gated_silu", 1), ("gated_gelu", 1), ("gated_swiglu_oai", 2)):
+        for limit in (0.0, 20.0):
+            y = poison(1, 10)
+            native.call(name, rows_step(1), x, 20, y, 10, limit, 1)
+            close(y[0, :9], factor * np.clip(gate[:9], 0, limit or np.inf), 1e-7)
+            assert np.isnan(y[0, 9])
+
+
+def test_a_limit_keeps_a_nan_on_either_side(native: Native) -> None:
+    x = np.array([[np.nan, 1, 9, np.nan]], np.float32)
+    for name in ("gated_silu", "gated_swiglu_oai"):
+        y = poison(1, 2)
+        y[:] = 0
+        native.call(name, rows_step(1), x, 4, y, 2, 7.0, 1)
+        assert np.isnan(y).all()
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -314,19 +330,30 @@ def test_rope_kv(native: Native, dtype: str, heads: int, kv_heads: int, d: int, 
 # Attention
 
 
-def attend(cache: Cache, sequence: int, position: int, q: F32, scale: float, window: int) -> F64:
-    """Float64 attention of q [heads][d] at a position."""
+def attend(
+    cache: Cache, sequence: int, position: int, q: F32, scale: float, window: int, sinks: F32 | None = None
+) -> F64:
+    """Float64 attention of q [heads][d] at a position; a sink is a logit whose value is 0."""
     first = max(0, position - window + 1) if window else 0
     share = q.shape[0] // cache.kv_heads
     keys = cache.keys[sequence][first : position + 1].astype(np.float64).repeat(share, axis=1)
     values = cache.values[sequence][first : position + 1].astype(np.float64).repeat(share, axis=1)
     score = np.einsum("hd,thd->ht", q.astype(np.float64), keys) * scale
+    if sinks is not None:
+        score = np.concatenate([score, sinks[:, None].astype(np.float64)], axis=1)
+        values = np.concatenate([values, np.zeros_like(values[:1])])
     weight = np.exp(score - score.max(axis=1, keepdims=True))
     return np.einsum("ht,thd->hd", weight / weight.sum(axis=1, keepdims=True), values)
 
 
 def check_attention(
-    native: Native, cache: Cache, heads: int, segments: list[tuple[int, int]], window: int, split: bool
+    native: Native,
+    cache: Cache,
+    heads: int,
+    segments: list[tuple[int, int]],
+    window: int,
+    split: bool,
+    sinks: F32 | None = None,
 ) -> None:
     step = make_step([(p, n, cache.tables[i]) for i, (p, n) in enumerate(segments)])
     rows, width, d = sum(n for _, n in segments), heads * cache.d + 16, cache.d
@@ -336,12 +363,12 @@ def check_attention(
     name = "attention_f16" if cache.dtype == np.float16 else "attention_f32"
     shape = (heads, cache.kv_heads, d, cache.page_tokens, scale, window)
     arguments = (q, width, out, cache.pool, *shape, part if split else 0, part.nbytes)
-    native.call(name, step, *arguments)
+    native.call(name, step, *arguments, sinks)
     native.call("attention_combine", step, *arguments)
     row = 0
     for sequence, (position, count) in enumerate(segments):
         for p in range(position, position + count):
-            expected = attend(cache, sequence, p, q[row, : heads * d].reshape(heads, d), scale, window)
+            expected = attend(cache, sequence, p, q[row, : heads * d].reshape(heads, d), scale, window, sinks)
             np.testing.assert_allclose(out[row].reshape(heads, d), expected, rtol=1e-5, atol=2e-6, err_msg=f"row {row}")
             row += 1
     assert np.isnan(out[rows]).all()
@@ -383,6 +410,22 @@ def test_long_contexts_are_split_over_keys(native: Native, length: int, rows: in
     for window in (0, 300):
         check_attention(native, cache, 9, segments, window, split=True)
         check_attention(native, cache, 9, segments, window, split=False)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(8, 1, 64), (4, 4, 16), (64, 1, 32)])
+@pytest.mark.parametrize("segments", [[(0, 1)], [(0, 130)], [(31, 2), (300, 1), (2500, 1)]])
+def test_attention_with_sinks(
+    native: Native, dtype: str, heads: int, kv_heads: int, d: int, segments: list[tuple[int, int]]
+) -> None:
+    """Sinks of each head count once, however a context is split over keys; one above and one below all scores too."""
+    cache = Cache([p + n for p, n in segments], kv_heads, d, 16, dtype)
+    cache.fill()
+    sinks = random(heads, seed=9) * 3
+    sinks[:2] = 60, -60
+    for window in (0, 24, 128, 700):
+        for split in (False, True):
+            check_attention(native, cache, heads, segments, window, split, sinks)
 
 
 def test_large_scores_do_not_overflow(native: Native) -> None:

@@ -203,3 +203,14 @@ def test_a_list_is_safe_to_capture_or_the_compile_fails() -> None:
         broken = replace(entry, launches=(entry.launches[0], norm | change))
         with pytest.raises(AssertionError, match=message):
             check_capture(broken.name, broken.launches, known)
+
+
+def test_a_format_that_no_gpu_kernel_reads_names_the_way_out() -> None:
+    with pytest.raises(TapeoutError) as caught:
+        lower(quantization=Quantization(rules=(Rule(match="*.mlp.down_proj", format="mxfp4"),)))
+    message = str(caught.value)
+    assert message.startswith(
+        "model.layers.0.mlp.down_proj: no GPU kernel serves mxfp4; quantization.default or a rule can convert it, with "
+        "allow_requantize true, best to q8_0; those that it could be are f32, f16, bf16, "
+    )
+    assert "nvfp4" not in message and "iq4_nl" not in message and "fp8_row" not in message

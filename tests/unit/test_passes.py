@@ -126,7 +126,8 @@ def test_int4_falls_back_to_smaller_groups() -> None:
     assert recipe(quantized.recipes, Q).format == "int4_g64"
 
 
-def test_a_format_that_no_cpu_kernel_serves_names_the_weight() -> None:
+def test_a_format_that_no_cpu_kernel_serves_names_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tapeout.compiler.lowering.cpu.tile16_holds", lambda format: format != "int4_g64")
     with pytest.raises(TapeoutError, match=r"model\.embed_tokens: no CPU kernel serves int4_g64; .* are f32, f16"):
         compile_tiny(quantization=Quantization(default="int4_g64"))
 
@@ -216,8 +217,9 @@ def test_memory_is_exact() -> None:
     memory = compile_tiny(serving=serving).get(MemoryPlan)
     assert memory.pages == 3 * 7
     token = 2 * 2 * 16 * 2  # keys and values, 2 heads of 16, 2 bytes
-    assert memory.kv_layer_bytes == -(-21 * 16 * token // 4096) * 4096
-    assert memory.kv_pool == 2 * memory.kv_layer_bytes
+    layer = -(-21 * 16 * token // 4096) * 4096
+    assert memory.cache_offsets == (0, layer)
+    assert memory.kv_pool == 2 * layer
     assert memory.weights == sum(place.nbytes for place in memory.places)
     assert [place.offset for place in memory.places[1:]] == [p.offset + p.nbytes for p in memory.places[:-1]]
     assert memory.total == memory.weights + memory.kv_pool + memory.arena + memory.scratch

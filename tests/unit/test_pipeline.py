@@ -99,6 +99,7 @@ def test_the_real_pipeline_reads_in_the_designed_order() -> None:
     assert [info.name for info in PIPELINE.passes] == [
         "ingest",
         "assign_formats",
+        "partition",
         "fuse_weights",
         "select_kernels",
         "plan_memory",

@@ -17,9 +17,10 @@ from tapeout.compiler.kernels.cuda.base import ADD, GATED_SILU, GpuKernel
 from tapeout.compiler.lowering.cpu import lower_cpu
 from tapeout.compiler.lowering.cuda import lower_cuda
 from tapeout.compiler.recipes import Read
-from tapeout.compiler.spec import Serving
+from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import BuiltKernel, FusedModel, LogicalModel, QuantizedModel, SelectedModel, Span
 from tapeout.passes.fuse_weights import fuse_weights
+from tapeout.passes.partition import partition
 from tapeout.runtime.errors import TapeoutError
 
 Block = Callable[[Builder, str], str]
@@ -118,7 +119,7 @@ def fused_with(block: Block) -> FusedModel:
         for slot in graph.weights
     )
     logical = LogicalModel("hand-made", "", (), graph, recipes, "", 0, (), 128, 256)
-    return fuse_weights(QuantizedModel(logical, recipes, (), ()))
+    return fuse_weights(partition(QuantizedModel(logical, recipes, (), ()), Topology()))
 
 
 def lower(block: Block) -> SelectedModel:
@@ -214,3 +215,28 @@ def test_head_norms_of_two_eps_are_refused() -> None:
     assert isinstance(cpu, CpuDevice)
     with pytest.raises(TapeoutError, match=match):
         lower_cpu(fused_with(block), cpu, Serving())
+
+
+def with_experts(b: Builder, x: str) -> str:
+    """What only CPU kernels serve so far."""
+    h = norm(b, "n1", x)
+    route = b.route("route", b.linear("gate", h, 4, ("experts", "hidden")), top_k=2, score="softmax", normalize=True)
+    gate, up = (b.expert_linear(f"e.{name}", h, route, 4, 32, ("experts ffn", "hidden")) for name in ("g", "u"))
+    y = b.expert_sum("e.down", b.gated("e.act", gate, up, "silu"), route, 4, 64, ("experts hidden", "ffn"))
+    return b.add("x1", x, y)
+
+
+def with_a_limit(b: Builder, x: str) -> str:
+    """A clamped gate."""
+    h = norm(b, "n1", x)
+    gate, up = (b.linear(f"mlp.{name}", h, 64, ("ffn", "hidden")) for name in ("g", "u"))
+    return b.add("x1", x, b.linear("mlp.down", b.gated("act", gate, up, "silu", 10.0), 64, ("hidden", "ffn")))
+
+
+@pytest.mark.parametrize(("block", "op"), [(with_experts, "route: no GPU kernel serves this route"),
+                                           (with_a_limit, "act: no GPU kernel serves this gated")])  # fmt: skip
+def test_a_gpu_refuses_what_only_cpus_serve(block: Block, op: str) -> None:
+    sentence = f"{op} yet; topology.device cpu does, and GPUs serve the dense families without attention sinks"
+    with pytest.raises(TapeoutError) as caught:
+        lower(block)
+    assert str(caught.value) == sentence

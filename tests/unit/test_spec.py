@@ -40,7 +40,7 @@ def test_defaults_are_filled_in(write) -> None:
             "also": [],
             "count": 1,
             "memory": None,
-            "parallel": {"tensor": 1, "expert": 1},
+            "parallel": {"tensor": None, "expert": 1},
         },
         "serving": {
             "max_context": None,
@@ -183,6 +183,11 @@ FORMATS_TEXT = "keep, f32, f16, bf16, q4_0, q4_1,"
             "FILE:2: topology: parallel.tensor is 3, which does not divide count, 8; legal degrees: 1, 2, 4, 8",
         ),
         (
+            "model: {source: a}\ntopology: {count: 8, parallel: {tensor: 4}}",
+            "FILE:2: topology: parallel.tensor is 4 and count 8: copies of a model are artifacts of their own; "
+            "leave parallel.tensor out, or set it to 8",
+        ),
+        (
             "model: {source: a}\nserving: {decode_buckets: [1, 2], max_sequences: 4}",
             "FILE:2: serving: decode_buckets is [1, 2]; it must ascend and end with max_sequences, 4",
         ),
@@ -264,7 +269,7 @@ def test_override_errors_name_the_override(write, override: str, message: str) -
 
 def test_several_devices_are_refused_by_the_compiler(write) -> None:
     spec = load_spec(write("model: {source: a}\ntopology: {count: 8, parallel: {tensor: 8}}\n"))
-    message = "topology.count is 8, but partitioning over several devices is not built yet; set topology.count to 1"
+    message = "topology.count is 8, but ranks run on CPUs alone so far; set topology.count to 1"
     with pytest.raises(TapeoutError, match=message):
         require_one_device(spec.topology)
 

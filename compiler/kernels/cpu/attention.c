@@ -163,18 +163,19 @@ static __attribute__((noinline)) void stretch_copied(const block *b, int first, 
                    b->out, d, 1);
 }
 
-/* Queries, times the scale, to scratch; empty sums. */
-static void start(const block *b, const tp_launch *l) {
+/* Queries, times the scale, to scratch; empty sums. The sink of a head is the first logit of its first split: weight 1
+ * of that maximum, with a value of 0. */
+static void start(const block *b, const tp_launch *l, int split) {
     const tp_attention *a = b->shape;
-    const float scale = tp_float(l, 8);
+    const float scale = tp_float(l, 8), *sinks = split > 0 ? 0 : TP_PTR(const float, l, 12);
     for (int v = 0; v < b->vectors; v++) {
         const int64_t row = b->segment->row + b->row + v / a->group;
         const float *q = TP_PTR(const float, l, 0) + row * l->arg[1] + (int64_t)(b->head + v % a->group) * a->d;
         float *packed = b->q + (int64_t)(v / TP_BAND) * TP_BAND * a->d + v % TP_BAND;
         for (int i = 0; i < a->d; i++) packed[i * TP_BAND] = q[i] * scale;
         memset(b->out + (int64_t)v * a->d, 0, (size_t)a->d * sizeof(float));
-        b->max[v] = -__builtin_inff();
-        b->sum[v] = 0;
+        b->max[v] = sinks ? sinks[b->head + v % a->group] : -__builtin_inff();
+        b->sum[v] = sinks ? 1 : 0;
     }
 }
 
@@ -245,7 +246,7 @@ static void run(const tp_launch *l, const tp_step *s, int task, void *scratch) {
         b.last = tp_min(b.last, b.first + tokens);
     }
     place(&b, scratch);
-    start(&b, l);
+    start(&b, l, split);
     for (int t = b.first; t < b.last; t += b.tokens) {
         const int end = tp_min(b.last, t + b.tokens);
         if (b.vectors <= DIRECT_VECTORS) stretch_in_place(&b, t, end);

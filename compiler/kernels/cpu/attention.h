@@ -2,7 +2,8 @@
  *
  * attention_f16, attention_f32, attention_combine: 0 q f32, 1 ldq, 2 out f32 [rows][heads*head_dim], 3 kv, 4 heads,
  * 5 kv_heads, 6 head_dim (a multiple of 8, at most 512), 7 page_tokens (16, 32 or 64), 8 scale, 9 window (0: full),
- * 10 split buffer or 0, 11 its bytes. attention_combine takes the same launch and follows directly.
+ * 10 split buffer or 0, 11 its bytes, 12 sinks f32 [heads] (one more logit a head, without a value) or 0.
+ * attention_combine takes the same launch but for the sinks, and follows directly.
  *
  * A block is up to `block_rows` consecutive rows of a segment, for the query heads of one group that share a KV head.
  * Blocks of a short segment with a long past are split over their keys, if the split buffer has room for all rows of

@@ -60,6 +60,9 @@ struct tp_engine {
     const tp_step *step;
     uint32_t sequence;
     int next; /* launch that the list continues with */
+    int again; /* that launch goes on: its tasks() may wait for other processes */
+    int code;  /* what ended the list early */
+    int64_t waited; /* for other processes */
     /* The list of this run. */
     const tp_launch *body, *head;
     int n_body, n_head;
@@ -96,21 +99,34 @@ static void run_alone(const tp_kernel *kernel, const tp_launch *launch, const tp
     for (int task = 0; task < tasks; task++) kernel->run(launch, step, task, scratch);
 }
 
+/* Tasks of the next phase of a launch; e->again says whether another follows. */
+static int begin(tp_engine *e, const tp_kernel *kernel, const tp_launch *launch, const tp_step *step) {
+    const int64_t since = e->again ? now() : 0;
+    const int tasks = kernel->tasks(launch, step);
+    if (e->again) e->waited += now() - since;
+    e->again = tasks > 0 && (tasks & TP_MORE);
+    return tasks > 0 ? tasks & ~TP_MORE : tasks;
+}
+
 /* Goes on with the list until a launch is worth sharing or the list ends. Called by one thread at a time. */
 static void advance(tp_engine *e, void *scratch, int solo) {
     const int count = e->n_body + e->n_head;
-    for (int i = e->next; i < count; i++) {
+    for (int i = e->next; i < count; i += !e->again) {
         const int in_body = i < e->n_body;
         const tp_launch *launch = in_body ? &e->body[i] : &e->head[i - e->n_body];
         const tp_step *step = in_body ? e->body_step : &e->head_step;
         const tp_kernel *kernel = tp_kernels[launch->kernel];
-        const int tasks = kernel->tasks(launch, step);
+        const int tasks = begin(e, kernel, launch, step);
+        if (tasks < 0) {
+            e->code = -tasks;
+            break;
+        }
         if (solo || tasks == 1 || tasks > TASK_LIMIT) {
             run_alone(kernel, launch, step, tasks, scratch);
         } else if (tasks > 1) {
             e->launch = launch;
             e->step = step;
-            e->next = i + 1;
+            e->next = i + !e->again;
             e->sequence += 1;
             atomic_store_explicit(&e->finished, 0, memory_order_relaxed);
             atomic_store(&e->claim, packed(e->sequence, tasks));
@@ -220,13 +236,15 @@ static int run_lists(tp_engine *e, const tp_launch *body, int n_body, const tp_l
     e->body_step = step;
     e->head_step = *step;
     e->head_step.rows = step->out_rows;
-    e->next = 0;
+    e->next = e->again = 0;
+    e->code = TP_OK;
+    e->waited = 0;
     const int solo = e->threads == 1 || now() < e->solo_until;
     atomic_store(&e->running, 1);
     advance(e, e->workers[0].scratch, solo);
     const int64_t waited = help_until_done(e);
-    if (!solo) note_stall(e, waited, step->rows);
-    return TP_OK;
+    if (!solo) note_stall(e, waited - e->waited, step->rows);
+    return e->code;
 }
 
 int tp_run(tp_engine *e, const tp_launch *body, int n_body, const tp_launch *head, int n_head, const tp_step *step,

@@ -22,7 +22,8 @@ typedef struct tp_engine tp_engine;
 enum {
     TP_OK = 0,
     TP_BAD_LOGITS = 1, /* the largest logit is NaN or infinite */
-    TP_BAD_LAUNCH = 2, /* a launch names a kernel that the library does not hold */
+    TP_BAD_LAUNCH = 2, /* a launch names a kernel that the library does not hold, or more than a buffer holds */
+    /* from 1 << 16 on: another rank ended the run, and why (TP_FAULT of comm.h) */
 };
 
 TP_API int tp_abi(void);                    /* TP_ABI of the headers the library was built with */

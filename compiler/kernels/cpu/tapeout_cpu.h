@@ -21,7 +21,7 @@ typedef struct tp_segment {
     int32_t row;          /* first row of the step */
     int32_t rows;         /* how many rows */
     int32_t position;     /* position of the first row in its sequence */
-    int32_t reserved;
+    int32_t slot;         /* of the sequence, 0 .. max_sequences - 1: whose state it has in caches that hold some */
     const int32_t *pages; /* page table of the sequence: page of position p is pages[p / page_tokens] */
 } tp_segment;
 
@@ -39,7 +39,12 @@ typedef struct tp_step {
 } tp_step;
 
 /* A kernel is split into tasks that any thread may run in any order; tasks write disjoint bytes, so results do not
- * depend on the number of threads. `scratch` is thread-private, TP_SCRATCH bytes, 64-byte aligned. */
+ * depend on the number of threads. `scratch` is thread-private, TP_SCRATCH bytes, 64-byte aligned.
+ *
+ * A kernel may have phases: while tasks() adds TP_MORE to its count it is called again, by one thread, when those tasks
+ * are done. From its second call on it may wait for other processes, which a task never does. A negative count, minus
+ * a code of the engine, ends the step. */
+#define TP_MORE (1 << 30)
 typedef struct tp_kernel {
     const char *name;
     int (*tasks)(const tp_launch *, const tp_step *);
@@ -47,6 +52,7 @@ typedef struct tp_kernel {
 } tp_kernel;
 
 #define TP_SCRATCH (256 * 1024)
+#define TP_FEW_PAIRS 64 /* pairs of row and expert whose results are summed up in a launch of their own */
 
 /* Quantized activations ("x8"): K values of up to `cap` rows in groups of 32, G = ceil(K / 32). For group g, row t:
  *   codes  int8  [G][cap][32]   round(x / scale), |code| <= 127

@@ -1,0 +1,33 @@
+"""Collectives between the ranks of one machine, over memory that they share (collective.c)."""
+
+from __future__ import annotations
+
+from tapeout.compiler.stages import KernelEntry
+
+_PARAMS = ("x", "ldx", "y", "ldy", "k", "comm")
+_TWO_SHOT_BYTES = 64 << 10
+
+
+def _entry(name: str, *more: str) -> KernelEntry:
+    return KernelEntry(name, "collective", (*_PARAMS, *more), "collective.c", ())
+
+
+ALL_REDUCE = _entry("all_reduce", "add", "two_shot")
+ALL_GATHER = _entry("all_gather", "columns")
+REDUCE_SCATTER = _entry("reduce_scatter")
+ALL_TO_ALL = _entry("all_to_all")
+
+
+def two_shot(ranks: int, rows: int, k: int) -> bool:
+    """Whether an all_reduce of a launch list planned for ``rows`` rows sums shares; the result is the same bits.
+
+    Every rank reads all operands and meets the others once, or reads two and meets them twice: with two ranks that is
+    the same work, with four the times cross near 64 KiB (tests/benchmarks/bench_collectives.py).
+    """
+    return ranks > 2 and 4 * rows * k >= _TWO_SHOT_BYTES
+
+
+def buffer_bytes(kernel: KernelEntry, ranks: int, rows: int, k: int) -> int:
+    """What a rank puts into its buffer; the largest over a plan is what the shared memory holds a rank and turn."""
+    scattered = kernel in (REDUCE_SCATTER, ALL_TO_ALL)
+    return 4 * rows * k * (ranks if scattered else 1)

@@ -1,0 +1,151 @@
+"""How the axes of a model are cut over ranks: equal pieces after padding, and what each rank's piece of a weight is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd, lcm
+
+from tapeout.compiler.formats import FORMATS
+from tapeout.compiler.recipes import Columns, GroupRows, PadColumns, PadRows, Recipe, Rows
+from tapeout.runtime.errors import TapeoutError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``count`` ranks that split heads, feed-forward and vocabulary; experts go to ``expert`` groups of them.
+
+    Rank r belongs to expert group r // (count / expert); inside a group the ranks split every expert's feed-forward.
+    """
+
+    count: int
+    expert: int = 1
+
+    @property
+    def within(self) -> int:
+        """Ranks that share the experts of a group."""
+        return self.count // self.expert
+
+    def expert_group(self, rank: int) -> int:
+        """Which of the groups of experts a rank holds."""
+        return rank // self.within
+
+    def expert_piece(self, rank: int) -> int:
+        """Which piece of its experts' feed-forward a rank holds."""
+        return rank % self.within
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis in ``pieces`` equal pieces, after each (period, padded) of ``pads`` has filled up its periods with zeros.
+
+    ``copies`` neighbouring ranks hold the same piece, from piece ``first`` on. Padding adds heads or channels that
+    contribute nothing.
+    """
+
+    pieces: int
+    pads: tuple[tuple[int, int], ...] = ()
+    copies: int = 1
+    first: int = 0
+
+    def piece(self, rank: int) -> int:
+        """Which piece a rank holds."""
+        return (self.first + rank // self.copies) % self.pieces
+
+    def padded(self, elements: int) -> int:
+        """How many elements there are with the padding."""
+        for period, padded in self.pads:
+            elements = elements // period * padded
+        return elements
+
+    def local(self, elements: int) -> int:
+        """Elements of one piece."""
+        return self.padded(elements) // self.pieces
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The cuts of query and key heads, which belong together: a rank needs the key heads that its query heads read."""
+
+    query: Cut
+    key: Cut
+    added: float
+    """Query heads that are padding, as a share of the model's."""
+
+
+def heads_over(heads: int, kv_heads: int, count: int, *, align: int = 1, copy: bool = True) -> Heads:
+    """The cut of ``heads`` query and ``kv_heads`` key heads over ``count`` ranks that pads the fewest heads.
+
+    Key heads are cut (their number padded to a multiple of the ranks), or, with ``copy``, each is copied to the ranks
+    that share its query heads (whose number is padded to a multiple of the copies). A rank's query heads are a multiple
+    of ``align``, so that they end with a block of the weight that reads them.
+    """
+    group = heads // kv_heads
+    kv = _up(kv_heads, count * (align // gcd(align, group)))
+    cut = Heads(Cut(count, ((heads, kv * group),)), Cut(count, ((kv_heads, kv),)), kv / kv_heads - 1)
+    if not copy or count % kv_heads or count == kv_heads or group % align:
+        return cut
+    copies = count // kv_heads
+    wide = _up(group, copies * align)
+    copied = Heads(Cut(count, ((group, wide),)), Cut(kv_heads, (), copies), wide / group - 1)
+    return min(cut, copied, key=lambda way: way.added)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def row_unit(format: str) -> int:
+    """Rows that a cut must be a multiple of: those that share a scale."""
+    tiles = FORMATS[format].tiles
+    return tiles[0] or 1 if tiles else 1
+
+
+def column_unit(format: str) -> int:
+    """Columns that a cut must be a multiple of: a block, or those that share a scale."""
+    known = FORMATS[format]
+    return known.tiles[1] or known.block if known.tiles else known.block
+
+
+def ffn_over(width: int, pieces: int, formats: Iterable[str], tile: int = 16) -> Cut:
+    """The cut of a feed-forward width whose rows and columns are in ``formats``, in multiples of their blocks."""
+    if pieces == 1:
+        return Cut(1)
+    unit = lcm(tile, *(lcm(row_unit(format), column_unit(format)) for format in formats))
+    return Cut(pieces, ((width, _up(width, unit * pieces)),))
+
+
+def rows_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1, period: int = 0) -> Recipe:
+    """A rank's rows, of an axis with ``unit`` rows an element; with a ``period`` (in rows) it repeats all over."""
+    for before, after in cut.pads:
+        if before != after:
+            recipe = PadRows(recipe, before * unit, after * unit)
+    if cut.pieces == 1:
+        return recipe
+    whole = cut.padded(period) if period else recipe.shape[0]
+    local, piece = whole // cut.pieces, cut.piece(rank)
+    if period:
+        return GroupRows(recipe, whole, piece * local, (piece + 1) * local)
+    return Rows(recipe, piece * local, (piece + 1) * local)
+
+
+def columns_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1) -> Recipe:
+    """A rank's columns, of an axis with ``unit`` columns an element."""
+    for before, after in cut.pads:
+        if before != after:
+            recipe = PadColumns(recipe, before * unit, after * unit)
+    if cut.pieces == 1:
+        return recipe
+    local, piece = recipe.shape[1] // cut.pieces, cut.piece(rank)
+    return Columns(recipe, piece * local, (piece + 1) * local)
+
+
+def experts_of(experts: int, mesh: Mesh) -> int:
+    """Experts of one group. Raises TapeoutError with the legal degrees where the groups would differ."""
+    if experts % mesh.expert:
+        legal = ", ".join(str(n) for n in range(1, mesh.count + 1) if mesh.count % n == 0 and experts % n == 0)
+        raise TapeoutError(
+            f"topology.parallel.expert is {mesh.expert}, and {experts} experts do not make as many equal groups; "
+            f"legal degrees: {legal}"
+        )
+    return experts // mesh.expert

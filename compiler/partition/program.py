@@ -1,0 +1,276 @@
+"""The program of one rank: ops with the widths of its pieces, and collectives where ranks need each other's values.
+
+A value is whole on all ranks, or split (each rank holds its heads or channels), or partial (ranks hold summands). A
+product over a split axis makes a partial value; a reader that needs the whole gets an all_reduce first, and an add of
+two partial values stays partial, so that routed and shared experts share one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from math import gcd
+from typing import Literal
+
+from tapeout.compiler.ir import Attr, Graph, Op, Weight
+from tapeout.compiler.partition.axes import (
+    Cut,
+    Mesh,
+    column_unit,
+    columns_of,
+    experts_of,
+    ffn_over,
+    heads_over,
+    rows_of,
+)
+from tapeout.compiler.recipes import Constant, Recipe, Rows
+from tapeout.compiler.stages import Decision
+
+Kind = Literal["whole", "split", "partial"]
+Shard = Callable[[Recipe, int], Recipe]
+ATTENTION = frozenset(("attention", "latent_attention", "sparse_latent_attention", "window_attention",
+                       "compressed_attention", "sparse_compressed_attention"))  # fmt: skip
+FOLLOWS = frozenset(("rmsnorm", "unit_norm", "rope", "rotate", "columns", "gated"))
+TILE = 16  # rows of a tile of CPU kernels; what is cut is cut between tiles
+
+
+class RankProgram:
+    """Goes through a program once. ``shards`` says for each slot what a rank's recipe is."""
+
+    def __init__(self, graph: Graph, recipes: dict[str, Recipe], mesh: Mesh) -> None:
+        self.graph, self.recipes, self.mesh = graph, dict(recipes), mesh
+        self.slots, self.by_name = dict(graph.slots), dict(graph.by_name)
+        self.kinds: dict[str, Kind] = {}
+        self.widths: dict[str, int] = {}
+        self.ops: list[Op] = []
+        self.shards: dict[str, Shard] = {}
+        self.uses = Counter(slot for op in graph.ops for slot in op.weights)
+        self.head_counts = _head_counts(graph)
+        self.heads = heads_over(*self.head_counts, mesh.count, align=self._head_align(), copy=self._copies_keys())
+
+    def build(self) -> Graph:
+        """The program of a rank: the same for all, but for the recipes of its weights."""
+        for op in self.graph.ops:
+            method = self._attention if op.kind in ATTENTION else getattr(self, f"_{op.kind}", self._other)
+            method(op)
+        output = self._need(self.graph.output)
+        weights = tuple(replace(slot, shape=self.shard(name, 0).shape) for name, slot in self.slots.items())
+        return Graph(tuple(self.ops), weights, output)
+
+    def shard(self, slot: str, rank: int) -> Recipe:
+        """The recipe of a slot on a rank."""
+        cut = self.shards.get(slot)
+        return cut(self.recipes[slot], rank) if cut else self.recipes[slot]
+
+    def ranks(self) -> tuple[tuple[tuple[str, Recipe], ...], ...]:
+        """The recipes of all slots, by rank."""
+        return tuple(tuple((name, self.shard(name, rank)) for name in self.slots) for rank in range(self.mesh.count))
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was cut and padded, and the collectives of a step."""
+        reduces = [op for op in self.ops if op.kind == "all_reduce"]
+        heads, kv_heads = self.head_counts
+        pieces = [f"{self.heads.query.local(heads)} of {heads} query heads"]
+        pieces.append(f"{self.heads.key.local(kv_heads)} of {kv_heads} key heads")
+        more = f", {self.heads.added:.0%} of padding" if self.heads.added else ""
+        cut = f"tensor {self.mesh.count}, expert {self.mesh.expert}"
+        reason = f"topology asks for it; a rank has {' and '.join(pieces)}{more}"
+        evidence = (("all_reduce", len(reduces)), ("bytes_a_row", sum(4 * op.width for op in reduces)))
+        whole = "every lookup would be summed over the ranks, for 1 / ranks of its bytes"
+        return (
+            Decision("partition", "mesh", cut, reason, (), evidence),
+            Decision("partition", "embedding", "whole on every rank", "a step reads a row of it", (("split", whole),)),
+        )
+
+    # -- what heads there are
+
+    def _copies_keys(self) -> bool:
+        """Whether ranks may share a key head: where it is a head of its own, and not a group of output heads."""
+        return any(op.kind == "attention" for op in self.graph.ops)
+
+    def _head_align(self) -> int:
+        """Heads whose channels are whole blocks of every weight that reads them."""
+        align, heads = 1, self.head_counts[0]
+        for op in self.graph.ops:
+            if op.kind == "linear" and self.slots[op.weights[0]].axes[1] == "heads":
+                channels = self.slots[op.weights[0]].shape[1] // heads
+                block = column_unit(self.recipes[op.weights[0]].format)
+                align = max(align, block // gcd(block, channels))
+        return align
+
+    # -- values
+
+    def _emit(self, op: Op, kind: Kind, width: int, inputs: tuple[str, ...], **attrs: Attr) -> None:
+        merged = tuple(sorted((dict(op.attrs) | attrs).items()))
+        self.ops.append(replace(op, inputs=inputs, width=width, attrs=merged))
+        self.kinds[op.name], self.widths[op.name] = kind, width
+
+    def _need(self, value: str) -> str:
+        """The whole of a value: itself, or what a collective makes of it, once."""
+        if self.kinds[value] == "whole":
+            return value
+        kind, suffix = ("all_reduce", "reduced") if self.kinds[value] == "partial" else ("all_gather", "gathered")
+        name = f"{value}.{suffix}"
+        if name not in self.kinds:
+            width = self.by_name[value].width
+            self.ops.append(Op(kind, name, (value,), (), width))
+            self.kinds[name], self.widths[name] = "whole", width
+        return name
+
+    # -- ops
+
+    def _other(self, op: Op) -> None:
+        """What every rank does on its own: on whole values, or on its heads and channels where these are split."""
+        split = op.kind in FOLLOWS and all(self.kinds[name] == "split" for name in op.inputs)
+        if split and not (op.kind == "rmsnorm" and op.integer("group") == op.width):
+            whole = self.by_name[op.inputs[0]].width
+            return self._emit(op, "split", self.widths[op.inputs[0]] * op.width // whole, op.inputs)
+        return self._emit(op, "whole", op.width, tuple(self._need(name) for name in op.inputs))
+
+    def _add(self, op: Op) -> None:
+        kind, other = self.kinds[op.inputs[0]], self.kinds[op.inputs[1]]
+        if kind == other != "whole":
+            return self._emit(op, kind, self.widths[op.inputs[0]], op.inputs)
+        return self._emit(op, "whole", op.width, tuple(self._need(name) for name in op.inputs))
+
+    def _attention(self, op: Op) -> None:
+        if self.kinds[op.inputs[0]] != "split":
+            return self._other(op)
+        query, heads = self.heads.query, op.integer("heads")
+        local = query.local(heads)
+        for slot in op.weights:
+            self.shards[slot] = _by_rows(query, 1)
+        more: dict[str, Attr] = {"heads": local}
+        if op.kind == "attention":
+            more["kv_heads"] = self.heads.key.local(op.integer("kv_heads"))
+        inputs = tuple(name if self.kinds[name] == "split" else self._need(name) for name in op.inputs)
+        return self._emit(op, "split", op.width // heads * local, inputs, **more)
+
+    def _linear(self, op: Op) -> None:
+        x, slot = op.inputs[0], self.slots[op.weights[0]]
+        rows, columns = slot.axes
+        if self.kinds[x] == "split":
+            cut = self._cut(columns, slot.shape[1])
+            if cut is not None:
+                self.shards[slot.name] = _by_columns(cut[0], cut[1])
+                self._once(op, cut[0])
+                return self._emit(op, "partial", op.width, op.inputs)
+        x, found = self._need(x), self._cut(rows, op.width)
+        if found is None:
+            return self._emit(op, "whole", op.width, (x,))
+        cut, unit = found
+        own = self._own_slots(op)
+        for name in own.weights:
+            self.shards[name] = _by_rows(cut, unit)
+        return self._emit(own, "split", cut.local(op.width // unit) * unit, (x,))
+
+    def _cut(self, axis: str, size: int) -> tuple[Cut, int] | None:
+        """How an axis of ``size`` elements is cut, and the elements of a head; None for one that stays whole."""
+        heads, kv_heads = self.head_counts
+        if axis == "heads":
+            return self.heads.query, size // heads
+        if axis == "kv_heads":
+            return self.heads.key, size // kv_heads
+        if axis == "o_rank":
+            return Cut(self.mesh.count, self.heads.key.pads), size // kv_heads
+        if axis == "ffn":
+            return ffn_over(size, self.mesh.count, self._ffn_formats(), TILE), 1
+        if axis == "vocab":
+            return ffn_over(size, self.mesh.count, ("f32",), TILE), 1
+        return None
+
+    def _ffn_formats(self) -> set[str]:
+        """Formats of all weights with a feed-forward axis; gate, up and down are cut at the same places."""
+        return {
+            self.recipes[name].format for name, slot in self.slots.items() if any("ffn" in axis for axis in slot.axes)
+        }
+
+    def _own_slots(self, op: Op) -> Op:
+        """The op with a slot of its own, where another op needs the whole of it: a head tied to the embedding."""
+        if all(self.uses[slot] == 1 for slot in op.weights):
+            return op
+        shared = self.slots[op.weights[0]]
+        self.slots[op.name] = Weight(op.name, shared.shape, shared.axes)
+        self.recipes[op.name] = self.recipes[shared.name]
+        return replace(op, weights=(op.name, *op.weights[1:]))
+
+    def _once(self, op: Op, cut: Cut) -> None:
+        """A bias of summands is added by the rank that holds the first piece."""
+        for slot in op.weights[1:]:
+            self.shards[slot] = lambda recipe, rank: recipe if cut.piece(rank) == 0 else _zeros(recipe)
+
+    def _head_linear(self, op: Op) -> None:
+        if self.kinds[op.inputs[0]] != "split":
+            return self._other(op)
+        heads = op.integer("heads")
+        cut = self.heads.query if heads == self.head_counts[0] else self.heads.key
+        self.shards[op.weights[0]] = _by_rows(cut, op.width // heads)
+        return self._emit(op, "split", op.width // heads * cut.local(heads), op.inputs, heads=cut.local(heads))
+
+    # -- experts
+
+    def _ffn_of_experts(self, width: int) -> Cut:
+        return ffn_over(width, self.mesh.within, self._ffn_formats(), TILE)
+
+    def _expert_linear(self, op: Op) -> None:
+        experts, top_k = op.integer("experts"), op.integer("top_k")
+        held, width = experts_of(experts, self.mesh), op.width // top_k
+        cut = self._ffn_of_experts(width)
+
+        def shard(recipe: Recipe, rank: int) -> Recipe:
+            return rows_of(self._held(recipe, held * width, rank), self._within(cut, rank), 0, period=width)
+
+        for slot in op.weights:
+            self.shards[slot] = shard
+        inputs = tuple(self._need(name) for name in op.inputs)
+        self._emit(op, "split", top_k * cut.local(width), inputs, experts=held)
+
+    def _expert_sum(self, op: Op) -> None:
+        experts, top_k = op.integer("experts"), op.integer("top_k")
+        held, width = experts_of(experts, self.mesh), self.by_name[op.inputs[0]].width // top_k
+        cut = self._ffn_of_experts(width)
+        self.shards[op.weights[0]] = lambda recipe, rank: columns_of(
+            self._held(recipe, held * op.width, rank), self._within(cut, rank), 0
+        )
+        for slot in op.weights[1:]:
+            self.shards[slot] = lambda recipe, rank: (
+                self._held(recipe, held * op.width, rank)
+                if self.mesh.expert_piece(rank) == 0
+                else _zeros(self._held(recipe, held * op.width, rank))
+            )
+        self._emit(op, "partial", op.width, (op.inputs[0], self._need(op.inputs[1])), experts=held)
+
+    def _held(self, recipe: Recipe, rows: int, rank: int) -> Recipe:
+        """The rows of the experts that a rank's group holds."""
+        if self.mesh.expert == 1:
+            return recipe
+        group = self.mesh.expert_group(rank)
+        return Rows(recipe, group * rows, (group + 1) * rows)
+
+    def _within(self, cut: Cut, rank: int) -> Cut:
+        return replace(cut, first=self.mesh.expert_piece(rank))
+
+
+def _head_counts(graph: Graph) -> tuple[int, int]:
+    """Query heads, and key heads or groups of heads that must stay together. Programs have one kind of attention."""
+    for op in graph.ops:
+        if op.kind == "attention":
+            return op.integer("heads"), op.integer("kv_heads")
+        if op.kind in ATTENTION:
+            heads = op.integer("heads")
+            groups = [o.integer("heads") for o in graph.ops if o.kind == "head_linear" and o.integer("heads") != heads]
+            return heads, min([heads, *groups])
+    return 1, 1
+
+
+def _by_rows(cut: Cut, unit: int) -> Shard:
+    return lambda recipe, rank: rows_of(recipe, cut, rank, unit=unit)
+
+
+def _by_columns(cut: Cut, unit: int) -> Shard:
+    return lambda recipe, rank: columns_of(recipe, cut, rank, unit=unit)
+
+
+def _zeros(recipe: Recipe) -> Recipe:
+    return Constant((0.0,) * recipe.shape[0])
