@@ -1,4 +1,7 @@
-"""Llama (``LlamaForCausalLM``, GGUF ``llama``): SmolLM2, Llama 2 and 3, and everything of their shape."""
+"""Llama (``LlamaForCausalLM``, GGUF ``llama``): SmolLM2, Llama 2 and 3, and everything of their shape.
+
+A GGUF of this architecture may have experts, which makes it a Mixtral's.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tapeout.compiler.ir import Builder
-from tapeout.compiler.models import names
+from tapeout.compiler.models import experts, names
 from tapeout.compiler.models.base import Config, Family, Fields, Rope, Sources
+from tapeout.compiler.models.experts import Experts
 from tapeout.compiler.recipes import Constant, HalvesFromPairs, Recipe
 
 ROTARY = "model.rotary_emb"
@@ -16,12 +20,13 @@ ROTARY = "model.rotary_emb"
 
 @dataclass(frozen=True)
 class LlamaConfig(Config):
-    """Llama's own fields; ``window`` is how many keys every layer sees, 0 for all (Mistral's)."""
+    """Llama's own fields; Mistral's ``window``, how many keys every layer sees (0: all), and Mixtral's ``experts``."""
 
     rope: Rope
     attention_bias: bool
     mlp_bias: bool
     window: int = 0
+    experts: Experts | None = None
 
 
 def parse_hf(raw: Mapping[str, Any]) -> LlamaConfig:
@@ -38,13 +43,15 @@ def parse_gguf(raw: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     """From GGUF metadata and the shapes of the file's tensors; Mistral's files are of this architecture too."""
     fields = Fields(raw, "GGUF metadata")
     fields.refuse("llama.attention.sliding_window_pattern")
-    common = names.gguf_common(fields, "llama", shapes)
+    routed = "llama.expert_count" in fields and bool(fields.integer("llama.expert_count", least=0))
+    common = names.gguf_common(fields, "llama", shapes, experts=True)
     return LlamaConfig(
         **common,
         rope=names.gguf_rope(fields, "llama", common["head_dim"]),
         attention_bias="blk.0.attn_q.bias" in shapes,
         mlp_bias="blk.0.ffn_up.bias" in shapes,
         window=fields.integer("llama.attention.sliding_window", 0, least=0),
+        experts=experts.gguf_experts(fields, "llama", common["ffn"]) if routed else None,
     )
 
 
@@ -56,7 +63,8 @@ def gguf(config: LlamaConfig) -> Sources:
         count = heads.get(slot.removesuffix(".bias").rpartition(".")[2])
         return HalvesFromPairs(recipe, count) if count else recipe
 
-    return Sources(names.gguf_names(NAMES, ROTARY), adapt, names.gguf_ignored)
+    known = names.gguf_names({**NAMES, **experts.GGUF_NAMES}, ROTARY)
+    return Sources(known, experts.gguf_adapt(adapt), names.gguf_ignored)
 
 
 NAMES = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
@@ -68,7 +76,7 @@ def constants(config: LlamaConfig) -> Mapping[str, Recipe]:
 
 
 def forward(config: LlamaConfig, b: Builder) -> str:
-    """x += o(attention(rope(q), rope(k), v)); x += down(silu(gate) * up)."""
+    """x += o(attention(rope(q), rope(k), v)); x += down(silu(gate) * up), or the experts' sum."""
     factor = config.rope.cos_sin_factor()
     x = b.embed("model.embed_tokens", config.vocab_size, config.hidden)
     for layer in range(config.layers):
@@ -82,7 +90,11 @@ def forward(config: LlamaConfig, b: Builder) -> str:
         o = b.linear(f"{at}.self_attn.o_proj", attended, config.hidden, ("hidden", "heads"), bias=config.attention_bias)
         x = b.add(f"{at}.attention_residual", x, o)
         h = b.rmsnorm(f"{at}.post_attention_layernorm", x, config.eps)
-        x = b.add(at, x, names.gated_mlp(b, f"{at}.mlp", h, config, "silu", config.mlp_bias))
+        if config.experts is not None:
+            h = experts.routed_mlp(b, f"{at}.mlp", h, config.hidden, config.experts)
+        else:
+            h = names.gated_mlp(b, f"{at}.mlp", h, config, "silu", config.mlp_bias)
+        x = b.add(at, x, h)
     return names.head(b, x, config)
 
 

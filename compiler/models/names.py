@@ -117,12 +117,14 @@ def gguf_rope(fields: Fields, arch: str, head_dim: int) -> Rope:
     return rope_from_gguf(fields, arch, fields.number(f"{arch}.rope.freq_base", 10000.0), head_dim)
 
 
-def gguf_common(fields: Fields, arch: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The fields of Config that every GGUF architecture states under the same keys.
+def gguf_common(
+    fields: Fields, arch: str, shapes: Mapping[str, tuple[int, ...]], *, experts: bool = False
+) -> dict[str, Any]:
+    """The fields of Config that every GGUF architecture states under the same keys; ``experts``: it may have them.
 
     Raises TapeoutError for keys that change the mathematics.
     """
-    fields.refuse(*(f"{arch}.{key}" for key in _GGUF_UNSUPPORTED))
+    fields.refuse(*(f"{arch}.{key}" for key in _GGUF_UNSUPPORTED if key != "expert_count" or not experts))
     if not fields.flag(f"{arch}.attention.causal", True):
         raise fields.unsupported(f"{arch}.attention.causal")
     hidden, heads = fields.integer(f"{arch}.embedding_length"), fields.integer(f"{arch}.attention.head_count")

@@ -58,22 +58,27 @@ def constants(config: Qwen3Config) -> Mapping[str, Recipe]:
     return {ROTARY: Constant(config.rope.inv_freq())}
 
 
-def forward(config: Qwen3Config, b: Builder) -> str:
-    """x += o(attention(rope(norm(q)), rope(norm(k)), v)); x += down(silu(gate) * up)."""
+def attended(b: Builder, at: str, x: str, config: Qwen3Config, layer: int) -> str:
+    """x += o(attention(rope(norm(q)), rope(norm(k)), v)) of one layer."""
     factor, head_dim = config.rope.cos_sin_factor(), config.head_dim
+    h = b.rmsnorm(f"{at}.input_layernorm", x, config.eps)
+    q, k, v = names.qkv(b, f"{at}.self_attn", h, config, config.attention_bias)
+    q = b.rmsnorm(f"{at}.self_attn.q_norm", q, config.eps, head_dim)
+    k = b.rmsnorm(f"{at}.self_attn.k_norm", k, config.eps, head_dim)
+    q = b.rope(f"{at}.self_attn.q_rope", q, ROTARY, head_dim, factor)
+    k = b.rope(f"{at}.self_attn.k_rope", k, ROTARY, head_dim, factor)
+    seen = b.attention(f"{at}.self_attn.attention", (q, k, v), layer=layer, head_dim=head_dim, scale=head_dim**-0.5,
+                       window=config.windows[layer])  # fmt: skip
+    o = b.linear(f"{at}.self_attn.o_proj", seen, config.hidden, ("hidden", "heads"), bias=config.attention_bias)
+    return b.add(f"{at}.attention_residual", x, o)
+
+
+def forward(config: Qwen3Config, b: Builder) -> str:
+    """Attention, then x += down(silu(gate) * up), in every layer."""
     x = b.embed("model.embed_tokens", config.vocab_size, config.hidden)
-    for layer, window in enumerate(config.windows):
+    for layer in range(config.layers):
         at = f"model.layers.{layer}"
-        h = b.rmsnorm(f"{at}.input_layernorm", x, config.eps)
-        q, k, v = names.qkv(b, f"{at}.self_attn", h, config, config.attention_bias)
-        q = b.rmsnorm(f"{at}.self_attn.q_norm", q, config.eps, head_dim)
-        k = b.rmsnorm(f"{at}.self_attn.k_norm", k, config.eps, head_dim)
-        q = b.rope(f"{at}.self_attn.q_rope", q, ROTARY, head_dim, factor)
-        k = b.rope(f"{at}.self_attn.k_rope", k, ROTARY, head_dim, factor)
-        attended = b.attention(f"{at}.self_attn.attention", (q, k, v), layer=layer, head_dim=head_dim,
-                               scale=head_dim**-0.5, window=window)  # fmt: skip
-        o = b.linear(f"{at}.self_attn.o_proj", attended, config.hidden, ("hidden", "heads"), bias=config.attention_bias)
-        x = b.add(f"{at}.attention_residual", x, o)
+        x = attended(b, at, x, config, layer)
         h = b.rmsnorm(f"{at}.post_attention_layernorm", x, config.eps)
         x = b.add(at, x, names.gated_mlp(b, f"{at}.mlp", h, config, "silu", bias=False))
     return names.head(b, x, config)

@@ -52,17 +52,20 @@ def _is_array(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def gguf_windows(fields: Fields, arch: str, layers: int) -> tuple[int, ...]:
+def gguf_windows(fields: Fields, arch: str, layers: int, period: int = 0) -> tuple[int, ...]:
     """The window of each layer by ``A.attention.sliding_window`` and ``_pattern``: a flag a layer, or a period.
 
-    Raises TapeoutError for a window without a pattern, since not all layers of these families slide.
+    ``period`` is the architecture's own where a file is silent. Raises TapeoutError where neither states one, since not
+    all layers of these families slide.
     """
     key = f"{arch}.attention.sliding_window"
     window = fields.integer(key, 0, least=0)
     if not window:
         return (0,) * layers
     pattern: Any = fields.raw.get(f"{key}_pattern")
-    if isinstance(pattern, int) and not isinstance(pattern, bool):
+    if pattern is None and period:
+        kinds = periodic(layers, period)
+    elif isinstance(pattern, int) and not isinstance(pattern, bool):
         kinds = periodic(layers, fields.integer(f"{key}_pattern"))
     elif _is_array(pattern) and len(pattern) == layers:
         kinds = tuple(bool(slides) for slides in pattern)
