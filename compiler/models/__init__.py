@@ -13,6 +13,7 @@ from tapeout.runtime.errors import TapeoutError
 FAMILIES: Mapping[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "llama"),
     "mistral": ("MistralForCausalLM", "mistral"),
+    "mixtral": ("MixtralForCausalLM",),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3"),
