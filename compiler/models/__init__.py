@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt-oss"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3"),
 }
 
