@@ -19,6 +19,13 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe"),
     "gpt_oss": ("GptOssForCausalLM", "gpt-oss"),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "gemma3"),
+    "deepseek": (
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+        "deepseek2",
+    ),
 }
 
 
