@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "Kimi_K25ForConditionalGeneration",
         "deepseek2",
     ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "deepseek32"),
 }
 
 
