@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "deepseek2",
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "deepseek32"),
+    "glm_dsa": ("GlmMoeDsaForCausalLM", "glm-dsa"),
 }
 
 
