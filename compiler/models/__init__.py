@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     ),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "deepseek32"),
     "glm_dsa": ("GlmMoeDsaForCausalLM", "glm-dsa"),
+    "deepseek_v4": ("DeepseekV4ForCausalLM",),
 }
 
 
