@@ -33,9 +33,9 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 
 
 def find_family(architectures: list[str], where: str) -> Family:
-    """The family that serves the first known architecture. Raises TapeoutError listing the known ones."""
+    """The family of that name, or that serves a known architecture. Raises TapeoutError listing the known ones."""
     for module, known in FAMILIES.items():
-        if any(name in known for name in architectures):
+        if any(name in (module, *known) for name in architectures):
             loaded: Any = importlib.import_module(f"tapeout.compiler.models.{module}")
             return loaded.FAMILY
     known = ", ".join(name for names in FAMILIES.values() for name in names)

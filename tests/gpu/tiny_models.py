@@ -68,6 +68,9 @@ MODELS: dict[str, Tiny] = {
     ),
     "llama-untidy-f32": Tiny("llama", EXACT, sizes={"hidden_size": 72, "intermediate_size": 100}),
     "llama-untidy-bf16": Tiny("llama", ROUNDED, "bf16", sizes={"hidden_size": 72, "intermediate_size": 104}),
+    "llama-wide-mlp": Tiny(
+        "llama", ROUNDED, "bf16", sizes={"intermediate_size": 16384, "num_hidden_layers": 1}
+    ),  # four rows of it do not fit in shared memory
     "llama-f16": Tiny("llama", ROUNDED, "f16", sizes={"bias": True}),
     "llama-q4_0": Tiny("llama", CODED, formats={"*": "Q4_0"}, sizes={"hidden_size": 96, "intermediate_size": 160}),
     "llama-mixed": Tiny("llama", CODED, formats=MIXED, sizes=WIDE),

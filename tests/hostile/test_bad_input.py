@@ -190,8 +190,8 @@ CHECKPOINTS: dict[str, tuple[Break, str]] = {
         r"model\.gguf: GGUF metadata: llama\.embedding_length is missing; it must be a positive integer",
     ),
     "unknown quantization type": (
-        edited(lambda data: put(data, after(data, b"blk.0.ffn_up.weight") + 4 + 16, "<I", 23)),
-        r"model\.gguf: tensor 'blk\.0\.ffn_up\.weight' has ggml type 23 \(IQ4_XS\): unknown quantization .*q8_0.*",
+        edited(lambda data: put(data, after(data, b"blk.0.ffn_up.weight") + 4 + 16, "<I", 15)),
+        r"model\.gguf: tensor 'blk\.0\.ffn_up\.weight' has ggml type 15 \(Q8_K\): unknown quantization .*q8_0.*",
     ),
     "unknown architecture, gguf": (
         lambda workspace: compiles(workspace, small_model.write_gguf(workspace.gguf, arch="lama")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 256},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {"attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu",
+         "initial_context_length": 4096, "layer_types": ["sliding_attention", "full_attention"] * 3,
+         "num_experts_per_tok": 4, "num_local_experts": 32, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                          "original_max_position_embeddings": 4096, "truncate": False},
+         "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False},
+    ),
+    "gpt-oss-defaults": ("GptOss", {}),
+    "gpt-oss-other-sizes": (
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 5.0, "head_dim": 32,
+         "layer_types": ["full_attention"] * 5 + ["sliding_attention"], "rope_parameters": {**YARN, "rope_theta": 1e4}},
+    ),
+    "mixtral": ("Mixtral", {"rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8}),
+    "mixtral-window": ("Mixtral", {"sliding_window": 4096}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {"rope_theta": 1e6, "head_dim": 24, "num_experts": 16, "decoder_sparse_step": 2, "norm_topk_prob": True,
+         "sliding_window": None, "max_window_layers": 6, "mlp_only_layers": [3]},
+    ),
+    "qwen3-moe-window": ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 8}),
+    "qwen3-moe-defaults": ("Qwen3Moe", {}),
 }  # fmt: skip
 
 
@@ -65,7 +90,7 @@ def windows_of(config: Any) -> tuple[int, ...]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_config_means_what_transformers_reads_in_it(case: str) -> None:
     family, said = CASES[case]
-    name = family.lower()
+    name = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", family).lower()
     theirs = getattr(importlib.import_module("transformers"), f"{family}Config")(**SIZES, **said)
     modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     rotary = getattr(modeling, f"{family}RotaryEmbedding")(theirs)
@@ -81,3 +106,18 @@ def test_a_config_means_what_transformers_reads_in_it(case: str) -> None:
     )  # fmt: skip
     np.testing.assert_allclose(ours.rope.inv_freq(), rotary.inv_freq.numpy(), rtol=1e-6)
     assert ours.rope.cos_sin_factor() == pytest.approx(rotary.attention_scaling, rel=1e-12)
+    if family == "GptOss":
+        chosen = ours.experts
+        assert (chosen.count, chosen.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+        assert (chosen.width, ours.limit) == (theirs.intermediate_size, theirs.swiglu_limit)
+    elif hasattr(theirs, "num_local_experts"):
+        _same_experts(ours, [getattr(modeling, f"{family}DecoderLayer")(theirs, layer).mlp for layer in range(6)])
+
+
+def _same_experts(ours: Any, mlps: list[Any]) -> None:
+    """A config of ours routes as the MLPs of all layers do."""
+    routed = [mlp for mlp in mlps if hasattr(mlp, "experts")]
+    assert getattr(ours, "sparse", (True,) * len(mlps)) == tuple(hasattr(mlp, "experts") for mlp in mlps)
+    gate, experts = routed[0].gate, routed[0].experts
+    assert (ours.experts.count, ours.experts.width) == (experts.num_experts, experts.intermediate_dim)
+    assert (ours.experts.top_k, ours.experts.normalize) == (gate.top_k, getattr(gate, "norm_topk_prob", True))

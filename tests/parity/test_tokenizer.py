@@ -26,6 +26,12 @@ CORPUS = (
     " 你好世界今天天气 日本語テキスト 한국어 😀👍🏽 ½²٣\u00a0\u3000",
 )
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<pad>")
+# that of gpt-oss's tokenizer.json (o200k_base of tiktoken), which is `gpt-4o` in a GGUF
+O200K = "|".join((
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+))  # fmt: skip
 
 
 def texts(count: int = 150) -> list[str]:
@@ -110,6 +116,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "smollm": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True), use_regex=True),
     "llama3": lambda: byte_level(isolated(PRE_TOKENIZERS["llama-bpe"].split[0]), ignore_merges=True),
     "qwen2": lambda: byte_level(isolated(QWEN2), normalizer=normalizers.NFC()),
+    "o200k": lambda: byte_level(isolated(O200K)),
     "deepseek": lambda: byte_level(*map(isolated, PRE_TOKENIZERS["deepseek-v3"].split)),
     "sentencepiece": sentencepiece,
     "sentencepiece with a prefix": lambda: sentencepiece(prefix=True),
@@ -155,6 +162,12 @@ def test_the_library_behind_our_interface_agrees(kind: str, tmp_path: Path) -> N
     for token in range(-1, table.vocab_size + 2):
         assert table.token_bytes(token) == ours.token_bytes(token)
         assert table.is_special(token) == ours.is_special(token)
+
+
+def test_gpt_4o_of_a_gguf_splits_as_o200k_does() -> None:
+    ours, theirs = (isolated(pattern) for pattern in (*PRE_TOKENIZERS["gpt-4o"].split, O200K))
+    for text in texts(400):
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
 
 
 @pytest.mark.parametrize("name", {each.split: name for name, each in PRE_TOKENIZERS.items()}.values())

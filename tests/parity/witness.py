@@ -70,15 +70,16 @@ class Witness:
 
         config, state = self.model.config, self.model.state_dict()
         writer = gguf.GGUFWriter(path, self.arch)
-        _metadata(writer, self.arch, config, tokenizer)
+        write_metadata(writer, self.arch, config, tokenizer)
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.arch.upper()], config.num_hidden_layers)
         held = copy.deepcopy(self.model)
         for source, values in state.items():
             if source == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            name = names.get_name(source, try_suffixes=(".weight", ".bias"))
-            assert name, source
-            self._add(writer, name, source, values.float().numpy(), formats or {}, held)
+            for part, rows in _parts(source, values):
+                name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+                assert name, part
+                self._add(writer, name, (source, rows), values.float().numpy(), formats or {}, held)
         _rope_freqs(writer, self.model)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -86,12 +87,15 @@ class Witness:
         writer.close()
         return Witness(self.arch, held)
 
-    def _add(self, writer: Any, name: str, source: str, values: Floats, formats: Mapping[str, str], held: Any) -> None:
+    def _add(
+        self, writer: Any, name: str, at: tuple[str, Any], values: Floats, formats: Mapping[str, str], held: Any
+    ) -> None:
         import gguf
         import torch
 
+        source, rows = at
         heads = _paired_heads(self.arch, source, self.model.config)
-        stored = pairs_from_halves(values, heads) if heads else values
+        stored = pairs_from_halves(values, heads) if heads else values[rows]
         if self.arch == "gemma3" and source.endswith("norm.weight"):
             stored = stored + 1
         kind = (
@@ -101,11 +105,37 @@ class Witness:
             writer.add_tensor(name, np.ascontiguousarray(stored, np.float32))
             return
         wanted = gguf.GGMLQuantizationType[kind]
-        raw = _blocks(stored, wanted)
+        raw = blocks(stored.reshape(-1, stored.shape[-1]), wanted).reshape(*stored.shape[:-1], -1)
         writer.add_tensor(name, raw, raw_dtype=wanted)
         back = gguf.quants.dequantize(raw, wanted).astype(np.float32)
         back = halves_from_pairs(back, heads) if heads else back
-        held.state_dict()[source].copy_(torch.from_numpy(np.ascontiguousarray(back)))
+        held.state_dict()[source][rows].copy_(torch.from_numpy(np.ascontiguousarray(back)))
+
+
+def write_view(writer: Any, name: str, view: Any, formats: Mapping[str, str]) -> None:
+    """A tensor of a GGUF from (a view of) one of a model, which then holds what the file holds; formats as above."""
+    import gguf
+    import torch
+
+    values = np.ascontiguousarray(view.float().numpy(), np.float32)
+    fitting = (to for glob, to in formats.items() if fnmatchcase(name, glob))
+    kind = next(fitting, "F32") if values.ndim > 1 and not name.endswith(".bias") else "F32"
+    if kind == "F32":
+        writer.add_tensor(name, values)
+        return
+    wanted = gguf.GGMLQuantizationType[kind]
+    raw = blocks(values.reshape(-1, values.shape[-1]), wanted)
+    writer.add_tensor(name, raw.reshape(*values.shape[:-1], -1), raw_dtype=wanted)
+    view.copy_(torch.from_numpy(gguf.quants.dequantize(raw, wanted).astype(np.float32).reshape(values.shape)))
+
+
+def _parts(source: str, values: Any) -> list[tuple[str, Any]]:
+    """What a GGUF calls the parts of a tensor of transformers, and which part each is: experts' gate and up."""
+    if not source.endswith(".gate_up_proj"):
+        return [(f"{source}.weight" if source.endswith("experts.down_proj") else source, ...)]
+    half = values.shape[1] // 2
+    names = (source.replace("gate_up_proj", f"{part}_proj.weight") for part in ("gate", "up"))
+    return list(zip(names, (np.s_[:, :half], np.s_[:, half:]), strict=True))
 
 
 # an epsilon that shows: with 1e-6 a norm that takes another one differs by less than the tolerance
@@ -116,48 +146,67 @@ def llama(*, rope: str = "none", tied: bool = False, bias: bool = False, seed: i
     """A tiny LlamaForCausalLM, randomised; ``rope`` names a row of ROPE, ``sizes`` override config fields."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    fields = {**_common(), "num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": tied,
+    fields = {**common(), "num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": tied,
               "attention_bias": bias, "mlp_bias": bias, **sizes}  # fmt: skip
     config = LlamaConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 5e5})
-    return Witness("llama", _randomised(LlamaForCausalLM, config, seed))
+    return Witness("llama", randomised(LlamaForCausalLM, config, seed))
 
 
 def mistral(*, rope: str = "none", seed: int = 0, **sizes: Any) -> Witness:
     """A tiny MistralForCausalLM with a window of 8, randomised."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "head_dim": 16, "sliding_window": 8, **sizes}
+    fields = {**common(), **_SHAPED_LIKE_LLAMA, "head_dim": 16, "sliding_window": 8, **sizes}
     config = MistralConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e4})
-    return Witness("llama", _randomised(MistralForCausalLM, config, seed))
+    return Witness("llama", randomised(MistralForCausalLM, config, seed))
 
 
 def qwen2(*, rope: str = "none", tied: bool = False, seed: int = 0, **sizes: Any) -> Witness:
     """A tiny Qwen2ForCausalLM, randomised."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "tie_word_embeddings": tied, **sizes}
+    fields = {**common(), **_SHAPED_LIKE_LLAMA, "tie_word_embeddings": tied, **sizes}
     config = Qwen2Config(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
-    return Witness("qwen2", _randomised(Qwen2ForCausalLM, config, seed))
+    return Witness("qwen2", randomised(Qwen2ForCausalLM, config, seed))
 
 
 def qwen3(*, rope: str = "none", tied: bool = False, bias: bool = False, seed: int = 0, **sizes: Any) -> Witness:
     """A tiny Qwen3ForCausalLM whose heads are wider than hidden / heads, randomised."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    fields = {**_common(), **_SHAPED_LIKE_LLAMA, "head_dim": 32, "tie_word_embeddings": tied, "attention_bias": bias}
+    fields = {**common(), **_SHAPED_LIKE_LLAMA, "head_dim": 32, "tie_word_embeddings": tied, "attention_bias": bias}
     config = Qwen3Config(**{**fields, **sizes}, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
-    return Witness("qwen3", _randomised(Qwen3ForCausalLM, config, seed))
+    return Witness("qwen3", randomised(Qwen3ForCausalLM, config, seed))
+
+
+def mixtral(*, rope: str = "none", seed: int = 0, **sizes: Any) -> Witness:
+    """A tiny MixtralForCausalLM with 2 of 5 experts, randomised."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    fields = {**common(), **_SHAPED_LIKE_LLAMA, "head_dim": 16, "num_local_experts": 5, **sizes}
+    config = MixtralConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
+    return Witness("llama", randomised(MixtralForCausalLM, config, seed))
+
+
+def qwen3_moe(*, rope: str = "none", normalize: bool = True, seed: int = 0, **sizes: Any) -> Witness:
+    """A tiny Qwen3MoeForCausalLM with 3 of 8 experts, randomised."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    fields = {**common(), **_SHAPED_LIKE_LLAMA, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3,
+              "moe_intermediate_size": 32, "norm_topk_prob": normalize, **sizes}  # fmt: skip
+    config = Qwen3MoeConfig(**fields, rope_parameters={**ROPE[rope], "rope_theta": 1e6})
+    return Witness("qwen3moe", randomised(Qwen3MoeForCausalLM, config, seed))
 
 
 def gemma3(*, rope: str = "none", seed: int = 0, **sizes: Any) -> Witness:
     """A tiny Gemma3ForCausalLM with 6 layers (the last full, the others with a window of 8), randomised."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    fields = {**_common(), "num_hidden_layers": 6, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32,
+    fields = {**common(), "num_hidden_layers": 6, "head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32,
               "rms_norm_eps": 1e-6, **sizes}  # fmt: skip
     ropes = {"full_attention": {**ROPE[rope], "rope_theta": 1e6},
              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
-    return Witness("gemma3", _randomised(Gemma3ForCausalLM, Gemma3TextConfig(**fields, rope_parameters=ropes), seed))
+    return Witness("gemma3", randomised(Gemma3ForCausalLM, Gemma3TextConfig(**fields, rope_parameters=ropes), seed))
 
 
 def token_ids(count: int, *, seed: int = 1, vocab: int = VOCAB) -> list[int]:
@@ -218,13 +267,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def _common() -> dict[str, Any]:
+def common() -> dict[str, Any]:
     return {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
             "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": VOCAB - 1,
             "eos_token_id": VOCAB - 1, "pad_token_id": None}  # fmt: skip
 
 
-def _randomised(kind: Any, config: Any, seed: int) -> Any:
+def randomised(kind: Any, config: Any, seed: int) -> Any:
     """Default initialisation hides mistakes: norms 1 + 0.3n (Gemma 0.3n), biases 0.3n, matrices 0.15n, embedding n."""
     import torch
 
@@ -239,7 +288,7 @@ def _randomised(kind: Any, config: Any, seed: int) -> Any:
             elif parameter.ndim == 1:
                 noise = 0.3 * noise
             elif not name.endswith("embed_tokens.weight"):
-                noise = 0.15 * noise * (64 / parameter.shape[1]) ** 0.5
+                noise = 0.15 * noise * (64 / parameter.shape[-1]) ** 0.5
             parameter.copy_(torch.from_numpy(noise))
     return model
 
@@ -253,7 +302,8 @@ def _paired_heads(arch: str, source: str, config: Any) -> int:
     return config.num_key_value_heads if owner.endswith("k_proj") else 0
 
 
-def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
+def write_metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
+    """The keys of a GGUF that follow from a config of transformers, and the tokenizer's."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -265,6 +315,11 @@ def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
     if hasattr(config, "head_dim"):  # as converters do: only what config.json states
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if getattr(config, "num_local_experts", None):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if arch in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     writer.add_vocab_size(config.vocab_size)
     rope = config.rope_parameters
     if arch == "gemma3":
@@ -280,6 +335,11 @@ def _metadata(writer: Any, arch: str, config: Any, tokenizer: bool) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    write_vocabulary(writer, tokenizer)
+
+
+def write_vocabulary(writer: Any, tokenizer: bool = True) -> None:
+    """The tokenizer's keys of a GGUF; without one, only the end token."""
     writer.add_eos_token_id(VOCAB - 1)
     if not tokenizer:
         writer.add_tokenizer_model("no_vocab")
@@ -299,7 +359,7 @@ def _windows(writer: Any, config: Any) -> None:
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is not None:
         writer.add_sliding_window(window)
-    if window is not None and kinds is not None:
+    if window is not None and kinds is not None and writer.arch != "gpt-oss":  # its converters leave the pattern out
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
 
 
@@ -313,7 +373,7 @@ def _rope_freqs(writer: Any, model: Any) -> None:
         )
 
 
-def _blocks(values: Floats, kind: Any) -> npt.NDArray[np.uint8]:
+def blocks(values: Floats, kind: Any) -> npt.NDArray[np.uint8]:
     """Quantized by gguf-py; k-quants, which it only dequantizes, become random blocks of about the same spread."""
     import gguf
 
