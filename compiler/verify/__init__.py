@@ -10,7 +10,8 @@ from typing import Literal
 
 from tapeout.compiler.checkpoints.source import resolve_source
 from tapeout.compiler.progress import Progress, SilentProgress
-from tapeout.compiler.verify.compare import compare_ops
+from tapeout.compiler.spec import Model as ModelSection
+from tapeout.compiler.verify.compare import Witness, compare_ops
 from tapeout.compiler.verify.reference import Reference
 from tapeout.compiler.verify.report import LogitsError, OpError, VerifyReport, compare_logits
 from tapeout.compiler.verify.written import Floats, collect_written
@@ -22,12 +23,14 @@ from tapeout.runtime.model import Model
 __all__ = ["LogitsError", "OpError", "VerifyReport", "phases_of", "verify_artifact"]
 
 Phase = Literal["prefill", "decode"]
+WITNESSES = ("transformers", "onnx")
 
 
 def verify_artifact(
     artifact: Path,
     *,
     source: str | Path | None = None,
+    witness: str = "transformers",
     positions: int = 512,
     text: str | None = None,
     phase: Phase = "prefill",
@@ -35,18 +38,21 @@ def verify_artifact(
     target: str | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Run ``positions`` tokens of ``text`` through an artifact and through transformers in float32, and compare.
+    """Run ``positions`` tokens of ``text`` through an artifact and through a reference in float32, and compare.
 
-    ``source`` is the checkpoint, by default the one the plan names. ``phase`` says which launch lists run: those of
-    prefill, or those of decode, a token a step. Every op is compared twice: with the reference's own run (``drift``,
-    which adds up over the layers), and with what the reference module makes of the very values that the artifact gave
-    that op (``own``, which does not). An op departs when its own error passes its tolerance. ``threads`` and ``target``
-    are those of ``tapeout.runtime.load``. Raises TapeoutError in one sentence.
+    ``witness`` is one of WITNESSES: transformers, or ONNX Runtime on the logical program, which shares the reading of
+    the checkpoint with the compiler. ``source`` is the checkpoint, by default the one the plan names. ``phase`` says
+    which launch lists run: those of prefill, or those of decode, a token a step. Every op is compared twice: with the
+    reference's own run (``drift``, which adds up over the layers), and with what the reference makes of the very values
+    that the artifact gave that op (``own``, which does not). An op departs when its own error passes its tolerance.
+    ``threads`` and ``target`` are those of ``tapeout.runtime.load``. Raises TapeoutError in one sentence.
     """
+    if witness not in WITNESSES:
+        raise TapeoutError(f"--witness {witness} is not known; witnesses are {' and '.join(WITNESSES)}")
     work = (progress or SilentProgress()).task(f"verifying {phase}", 5)
     with work, load(artifact, threads=threads, target=target) as model:
         ids = _token_ids(model, text, positions)
-        reference = Reference.open(_checkpoint(model, source), model.plan["checkpoint"]["container"])
+        reference = _reference(model, source, witness)
         work.advance(1)
         written = collect_written(model, ids, phase)
         work.advance(1)
@@ -85,9 +91,14 @@ def _decodes(model: Model, ids: Sequence[int], traced: Floats) -> bool:
     return chosen == traced.argmax(-1).tolist()
 
 
-def _checkpoint(model: Model, source: str | Path | None) -> Path:
-    named = str(source) if source is not None else str(model.plan["spec"]["model"]["source"])
-    return resolve_source(named, Path.cwd())
+def _reference(model: Model, source: str | Path | None, witness: str) -> Witness:
+    section = model.plan["spec"]["model"]
+    path = resolve_source(str(section["source"] if source is None else source), Path.cwd())
+    if witness == "transformers":
+        return Reference.open(path, model.plan["checkpoint"]["container"])
+    from tapeout.compiler.verify.onnx import OnnxReference  # noqa: PLC0415 - it needs onnx, which the other does not
+
+    return OnnxReference.open(path, ModelSection.model_validate(section))
 
 
 def _token_ids(model: Model, text: str | None, positions: int) -> list[int]:

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tapeout.compiler.verify.reference import Reference
+from tapeout.compiler.verify.reference import Visit
 from tapeout.compiler.verify.written import Key, Written
 
 Floats = npt.NDArray[np.float32]
 
 
+class Witness(Protocol):
+    """What an artifact is compared with."""
+
+    name: str
+
+    def knows(self, op: str) -> bool:
+        """Whether there is a value of that name."""
+        ...
+
+    def run(self, ids: Sequence[int], ops: Iterable[str], visit: Visit) -> Floats:
+        """Logits float32 [positions, vocab]; ``visit`` sees every named op's value [positions, columns] in order.
+
+        What ``visit`` answers replaces the value for all that reads it.
+        """
+        ...
+
+
 def compare_ops(
-    reference: Reference, ids: Sequence[int], written: Sequence[Written], *, forced: bool
+    reference: Witness, ids: Sequence[int], written: Sequence[Written], *, forced: bool
 ) -> tuple[Floats, dict[Key, float]]:
     """The reference's logits and the error of each value it knows, by key.
 

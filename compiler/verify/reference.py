@@ -20,6 +20,7 @@ Visit = Callable[[str, Floats], Floats | None]
 # Values that no module of transformers returns, by the modules that receive them: the first that exists.
 RECEIVED_BY = {
     "self_attn.attention": ("self_attn.o_proj",),
+    "self_attn.v_b_proj": ("self_attn.o_proj",),
     "mlp.act": ("mlp.down_proj",),
     "attention_residual": ("pre_feedforward_layernorm", "post_attention_layernorm"),
 }
@@ -31,42 +32,42 @@ class Reference:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.modules: dict[str, Any] = dict(model.named_modules())
-        self.name = f"{type(model).__name__} of transformers {_library('transformers').__version__}, float32, eager"
+        self.name = f"{type(model).__name__} of transformers {library('transformers').__version__}, float32, eager"
 
     @classmethod
     def open(cls, path: Path, container: str) -> Reference:
         """From a checkpoint folder or a GGUF.
 
-        Raises TapeoutError when a library of the extra ``verify`` is absent, or one that transformers needs for a
-        quantized checkpoint.
+        Raises TapeoutError for ONNX, which transformers does not read, and when a library of the extra ``verify`` is
+        absent, or one that transformers needs for a quantized checkpoint.
         """
-        transformers, torch = _library("transformers"), _library("torch")
+        if container == "onnx" and not any(path.glob("*.safetensors")):
+            raise TapeoutError(
+                f"{path}: transformers does not read ONNX; name a safetensors folder of the same model, "
+                "or verify with --witness onnx"
+            )
+        transformers, torch = library("transformers"), library("torch")
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-        auto = transformers.AutoModelForCausalLM
-        if container != "gguf":
-            try:
-                return cls(auto.from_pretrained(path, **options).eval())
-            except (ImportError, RuntimeError) as error:
-                raise TapeoutError(
-                    f"{path}: transformers {transformers.__version__} cannot load this checkpoint as a reference "
-                    f"({str(error).splitlines()[0]})"
-                ) from error
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars cannot be turned off
-            model = auto.from_pretrained(path.parent, gguf_file=path.name, **options)
-        return cls(_amended(model, path, options["dtype"]).eval())
+        where, file = (path.parent, {"gguf_file": path.name}) if container == "gguf" else (path, {})
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars of GGUFs cannot be turned off
+                model = transformers.AutoModelForCausalLM.from_pretrained(where, **file, **options)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            raise TapeoutError(
+                f"{path}: transformers {transformers.__version__} cannot load this checkpoint as a reference "
+                f"({str(error).splitlines()[0]}); verify with --witness onnx needs no transformers"
+            ) from error
+        return cls((_amended(model, path, options["dtype"]) if file else model).eval())
 
     def knows(self, op: str) -> bool:
-        """Whether the reference has a value of that name."""
+        """Whether a module makes or receives the value."""
         return self._site(op) is not None
 
     def run(self, ids: Sequence[int], ops: Iterable[str], visit: Visit) -> Floats:
-        """Logits float32 [positions, vocab]; ``visit`` sees every named op's value [positions, columns] in order.
-
-        What ``visit`` answers replaces the value, in place, for all that reads it.
-        """
-        torch = _library("torch")
+        """As a ``Witness`` does; values are replaced in place."""
+        torch = library("torch")
         handles = [self._hook(op, visit) for op in dict.fromkeys(ops)]
         try:
             with torch.no_grad():
@@ -81,16 +82,18 @@ class Reference:
             return self.modules[op], False
         for suffix, readers in RECEIVED_BY.items():
             if op.endswith(f".{suffix}"):
+                if op.endswith(".attention") and f"{op.removesuffix('attention')}kv_b_proj" in self.modules:
+                    return None  # of latents, which transformers multiplies out before it attends
                 names = (op.removesuffix(suffix) + reader for reader in readers)
                 return next(((self.modules[name], True) for name in names if name in self.modules), None)
         return None
 
     def _hook(self, op: str, visit: Visit) -> Any:
-        torch = _library("torch")
+        torch = library("torch")
 
         def see(value: Any) -> None:
             tensor: Any = cast(Any, value)[0] if isinstance(value, tuple) else value
-            flat = tensor.reshape(-1, tensor.shape[-1])
+            flat = tensor.flatten(2)[0] if tensor.dim() > 2 else tensor  # [1, positions, ...] or [positions, columns]
             replacement = visit(op, flat.numpy())
             if replacement is not None:
                 tensor.copy_(torch.from_numpy(replacement).view(tensor.shape))
@@ -103,12 +106,13 @@ class Reference:
         return module.register_forward_hook(lambda _module, _args, output: see(output))  # pyright: ignore[reportUnknownLambdaType]
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """A library of the extra ``verify``. Raises TapeoutError when it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise TapeoutError(
-            f"verify runs the reference with {name}, which is not installed; pip install 'tapeout[verify]'"
+            f"the reference runs with {name}, which is not installed; pip install 'tapeout[verify]'"
         ) from error
 
 
@@ -117,7 +121,7 @@ def _amended(model: Any, path: Path, dtype: Any) -> Any:
 
     Read with gguf-py, so that nothing of Tapeout's own parsing is believed here.
     """
-    gguf, torch = _library("gguf"), _library("torch")
+    gguf, torch = library("gguf"), library("torch")
     reader = gguf.GGUFReader(path)
     arch = _field(reader, "general.architecture")
     config: Any = model.config
@@ -158,7 +162,7 @@ def _windowed(config: Any, kind: Any, reader: Any, arch: str) -> tuple[Any, Any,
     """Config and class with the file's window, and whether that changed them; a Llama with a window is a Mistral."""
     window = _field(reader, f"{arch}.attention.sliding_window") or None
     if arch == "llama" and getattr(config, "sliding_window", None) != window:
-        kind = _library("transformers").MistralForCausalLM
+        kind = library("transformers").MistralForCausalLM
         return kind.config_class(**{**config.to_dict(), "sliding_window": window}), kind, True
     if arch not in ("qwen2", "qwen3") or window is None:
         return config, kind, False

@@ -136,7 +136,7 @@ def compare_logits(expected: Floats, logits: Floats, step: int = 32) -> LogitsEr
     same = sure = sure_wrong = 0
     for start in range(0, len(expected), step):
         p, q = expected[start : start + step], logits[start : start + step]
-        log_p, log_q = _log_softmax(p), _log_softmax(q)
+        log_p, log_q = log_softmax(p), log_softmax(q)
         divergence.extend((np.exp(log_p) * (log_p - log_q)).sum(-1).tolist())
         equal = p.argmax(-1) == q.argmax(-1)
         best = np.partition(p, -2, axis=-1)[:, -2:]
@@ -148,6 +148,7 @@ def compare_logits(expected: Floats, logits: Floats, step: int = 32) -> LogitsEr
     return LogitsError(float(kl.mean()), worst, same / len(expected), sure, sure_wrong)
 
 
-def _log_softmax(values: Floats) -> npt.NDArray[np.float64]:
+def log_softmax(values: Floats) -> npt.NDArray[np.float64]:
+    """Of the last axis, in float64."""
     shifted = values.astype(np.float64) - values.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))

@@ -80,13 +80,15 @@ class _Graph:
         for index, launch in enumerate(self.launches):
             args, output = launch["args"], launch.get("output")
             written_to = output["arg"] if output is not None else "y"
-            reads = [_offset(value) for name, value in args.items() if name != written_to]
+            adds = output is not None and output["in_place"]
+            reads = [_offset(value) for name, value in args.items() if name != written_to or adds]
             allowed = max((unseen.get(place, EXACT) for place in reads if place is not None), default=EXACT)
             attends = any(is_list(value) and value[0] == "kv" for value in args.values())
             allowed = max(allowed, rounding.of(launch), cache if attends else EXACT)
             if output is None:
                 place = _offset(args.get("y"))
                 if place is not None:
+                    owner.pop(place, None)
                     unseen[place] = max(allowed, INT8 if launch["kernel"].endswith("x8") else EXACT)
                 self.tolerance.append(allowed)
                 continue
