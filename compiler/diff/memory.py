@@ -16,11 +16,26 @@ def compare_memory(before: Plan, after: Plan) -> list[Change]:
     old, new = before["memory"], after["memory"]
     changes = _sizes(old, new)
     changes += compare_values("memory", _without_sizes(old), _without_sizes(new))
+    changes += _caches(old["kv"].get("caches", []), new["kv"].get("caches", []))
     return changes + _buffers(old.get("buffers", []), new.get("buffers", []))
 
 
 def _without_sizes(memory: Plan) -> Plan:
-    return {key: value for key, value in memory.items() if key not in _SIZES and key != "buffers"}
+    kv = {key: value for key, value in memory["kv"].items() if key != "caches"}
+    return {key: value for key, value in memory.items() if key not in _SIZES and key != "buffers"} | {"kv": kv}
+
+
+def _caches(old: list[Plan], new: list[Plan]) -> list[Change]:
+    """Regions of the KV pool by their names; where they start follows from their sizes."""
+    sizes = ("page_bytes", "sequence_bytes")
+    was, now = ({cache["name"]: [cache[key] for key in sizes] for cache in caches} for caches in (old, new))
+    counts = (
+        ("caches added", [name for name in now if name not in was]),
+        ("caches removed", [name for name in was if name not in now]),
+        ("caches resized", [name for name in was if name in now and was[name] != now[name]]),
+    )
+    return [Change("memory", label, effect=_listed([("the KV pool", name) for name in names]))
+            for label, names in counts if names]  # fmt: skip
 
 
 def _sizes(old: Plan, new: Plan) -> list[Change]:

@@ -47,11 +47,12 @@ def _print(decision: Decision, out: Console) -> None:
     lines = [f"because {decision['reason']}"]
     lines += [f"not {other['choice']}: {other['why']}" for other in decision.get("alternatives", [])]
     if decision.get("evidence"):
-        facts = ", ".join(f"{name} {_value(value)}" for name, value in decision["evidence"].items())
+        facts = ", ".join(f"{name} {fact_text(value)}" for name, value in decision["evidence"].items())
         lines.append(f"evidence: {facts}")
     for line in lines:
         out.print(Padding(Text(line), (0, 0, 0, 6), expand=False))
 
 
-def _value(value: Any) -> str:
+def fact_text(value: Any) -> str:
+    """A piece of evidence; whole numbers with separators."""
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,7 +23,7 @@ _TAKEN = ("registers", "shared", "blocks_per_sm")
 def print_summary(plan: Plan, out: Console | None = None) -> None:
     """Model, memory and formats: what a compile prints."""
     out = out or console()
-    out.print(table(("", ""), _model_rows(plan)))
+    out.print(table(("", ""), model_rows(plan)))
     _section(out, "Memory", table(("", "", "", ""), _memory_rows(plan), right=(1, 2)))
     columns = ("format", "weights", "parameters", "bytes", "bits/weight", "share")
     _section(out, "Formats", table(columns, _format_rows(plan), right=range(1, 6)))
@@ -44,7 +46,8 @@ def _section(out: Console, title: str, body: Any) -> None:
     out.print(body)
 
 
-def _model_rows(plan: Plan) -> list[tuple[str, str]]:
+def model_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What is served, from what and how much of it, each with its name."""
     model, spec = plan["model"], plan["spec"]
     serving, memory = spec["serving"], plan["memory"]
     kv = memory["kv"]
@@ -91,24 +94,48 @@ def _bar(part: int, whole: int) -> str:
     return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
 
 
-def _format_rows(plan: Plan) -> list[tuple[str, ...]]:
-    count: Counter[str] = Counter()
-    elements: Counter[str] = Counter()
-    stored: Counter[str] = Counter()
+@dataclass
+class FormatTotals:
+    """The weights of one number format; vectors apart from matrices."""
+
+    name: str
+    weights: int = 0
+    parameters: int = 0
+    bytes: int = 0
+
+    @property
+    def bits(self) -> float:
+        """Bits of the file for each parameter."""
+        return 8 * self.bytes / self.parameters
+
+
+def format_totals(plan: Plan) -> list[FormatTotals]:
+    """Every number format of the weights, the one that takes most bytes first."""
+    totals: dict[str, FormatTotals] = {}
     for weight in plan["weights"]:
         name = weight["format"] if len(weight["shape"]) > 1 else f"{weight['format']} (vectors)"
-        count[name] += 1
-        elements[name] += prod(weight["shape"])
-        stored[name] += weight["bytes"]
-    total = stored.total() or 1
-    rows = [
-        (name, str(count[name]), f"{elements[name]:,}", size(n), f"{8 * n / elements[name]:.2f}", f"{n / total:.1%}")
-        for name, n in sorted(stored.items(), key=lambda item: (-item[1], item[0]))
-    ]
-    if len(rows) > 1:
-        bits = f"{8 * stored.total() / elements.total():.2f}"
-        rows.append(("all", str(count.total()), f"{elements.total():,}", size(stored.total()), bits, ""))
-    return rows
+        total = totals.setdefault(name, FormatTotals(name))
+        total.weights += 1
+        total.parameters += prod(weight["shape"])
+        total.bytes += weight["bytes"]
+    return sorted(totals.values(), key=lambda total: (-total.bytes, total.name))
+
+
+def sum_of_formats(totals: Sequence[FormatTotals]) -> FormatTotals:
+    """All formats together."""
+    weights, parameters = sum(total.weights for total in totals), sum(total.parameters for total in totals)
+    return FormatTotals("all", weights, parameters, sum(total.bytes for total in totals))
+
+
+def _format_rows(plan: Plan) -> list[tuple[str, ...]]:
+    totals = format_totals(plan)
+    everything = sum_of_formats(totals)
+    rows = [(*_format_row(total), f"{total.bytes / (everything.bytes or 1):.1%}") for total in totals]
+    return [*rows, (*_format_row(everything), "")] if len(rows) > 1 else rows
+
+
+def _format_row(total: FormatTotals) -> tuple[str, ...]:
+    return total.name, str(total.weights), f"{total.parameters:,}", size(total.bytes), f"{total.bits:.2f}"
 
 
 def _kernel_table(plan: Plan) -> Any:

@@ -37,8 +37,8 @@ def condense(launches: list[Launch]) -> list[Entry]:
     """The launches as one list, in which each layer's own launches are a subsequence in their order."""
     entries: list[Entry] = []
     stack: list[Entry] = []
-    for layer, group in groupby(launches, key=_layer):
-        lines = [_line(launch) for launch in group]
+    for layer, group in groupby(launches, key=layer_of):
+        lines = [line_of(launch) for launch in group]
         if layer is None:
             entries += [*stack, *(Entry(line, []) for line in lines)]
             stack = []
@@ -47,7 +47,8 @@ def condense(launches: list[Launch]) -> list[Entry]:
     return entries + stack
 
 
-def _layer(launch: Launch) -> int | None:
+def layer_of(launch: Launch) -> int | None:
+    """The layer whose op a launch runs; None outside of layers."""
     found = indices(launch["op"])
     return found[0] if found else None
 
@@ -64,7 +65,8 @@ def _merge(stack: list[Entry], layer: int, lines: list[Line]) -> None:
             position = known + 1
 
 
-def _line(launch: Launch) -> Line:
+def line_of(launch: Launch) -> Line:
+    """A launch as it prints."""
     numbers = {name: value for name, value in launch["args"].items() if isinstance(value, int | float)}
     shape = f"{numbers['n']}×{numbers['k']}" if "n" in numbers and "k" in numbers else ""
     shown = ("epilogue", "window") if shape else ("k", "window")

@@ -25,9 +25,9 @@ def change_of_size(before: int, after: int) -> str:
     return f"{sign}{size(abs(delta))}{percent}"
 
 
-def wildcard(name: str) -> str:
+def wildcard(name: str, mark: str = "*") -> str:
     """``model.layers.3.mlp.down_proj`` as ``model.layers.*.mlp.down_proj``."""
-    return _NUMBER.sub("*", name)
+    return _NUMBER.sub(mark, name)
 
 
 def indices(name: str) -> tuple[int, ...]:

@@ -195,6 +195,20 @@ tokenizer
     )
 
 
+def test_caches_by_name(before: Plan, after: Plan) -> None:
+    for plan, size in ((before, 4096), (after, 8192)):
+        names = [f"layer.{index}" for index in range(3 if plan is before else 2)]
+        caches = [{"name": name, "offset": 0, "page_bytes": size, "sequence_bytes": 0} for name in names]
+        plan["memory"]["kv"]["caches"] = caches
+    after["memory"]["kv"]["caches"].append({"name": "ring", "offset": 9, "page_bytes": 0, "sequence_bytes": 64})
+    assert text(before, after) == (
+        "memory\n  caches added    1: ring in the KV pool\n  caches removed  1: layer.2 in the KV pool\n"
+        "  caches resized  2: layer.*"
+    )
+    after["memory"]["kv"]["caches"] = [dict(cache, offset=4096) for cache in before["memory"]["kv"]["caches"]]
+    assert text(before, after) == "other\n  memory  differs in details that have no effect on what is run"
+
+
 def test_decisions(before: Plan, after: Plan) -> None:
     after["decisions"][0]["evidence"] = {"bytes": 1, "weights": 4}
     del after["decisions"][1]

@@ -1,0 +1,119 @@
+"""Memory of each rank as the segments of a bar: weights by kind, the KV pool by cache, arena, scratch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.text import change_of_size, size, wildcard
+
+_KINDS = ("experts", "attention", "MLP", "embedding and head", "other matrices", "vectors")
+_SHADES = 6
+"""Shades of a hue that the style sheet has."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a rank's memory. ``hue`` and ``shade`` choose its colour: one hue for weights, one for the pool."""
+
+    label: str
+    bytes: int
+    hue: str
+    shade: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank holds, and the capacity that was held against it (0 where the plan names none)."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    total: int
+    capacity: int
+
+    def parts(self) -> str:
+        """The sum in words: ``weights 92.2 MiB, KV pool 45.0 MiB, …``."""
+        taken: Counter[str] = Counter()
+        for segment in self.segments:
+            taken[segment.label.partition(":")[0]] += segment.bytes
+        return ", ".join(f"{name} {size(count)}" for name, count in taken.items())
+
+    def bytes_of(self, label: str) -> int:
+        """Bytes of a segment; 0 if the rank has none of that label."""
+        return sum(segment.bytes for segment in self.segments if segment.label == label)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table below the bars: a segment's label, its bytes on every rank, and what changed."""
+
+    segment: Segment
+    bytes: tuple[int, ...]
+    change: str
+
+
+def ranks(plan: Plan) -> list[Rank]:
+    """The memory of every rank, equal ones together. All ranks of a plan hold as much today."""
+    memory = plan["memory"]
+    parts = ("weights", "kv_pool", "arena", "scratch")
+    segments = (
+        *_weights(plan),
+        *_caches(plan),
+        Segment("arena", memory["arena"], "arena"),
+        Segment("scratch", memory["scratch"], "scratch"),
+        Segment("communication", memory["total"] - sum(memory[part] for part in parts), "comm"),
+    )
+    kept = tuple(segment for segment in segments if segment.bytes)
+    count = plan["spec"]["topology"]["count"]
+    name = "rank 0" if count == 1 else f"each of ranks 0-{count - 1}"
+    return [Rank(name, kept, memory["total"], memory["capacity"] or 0)]
+
+
+def rows(columns: list[Rank], *, compare: bool) -> list[Row]:
+    """A row for every label that a rank has. ``compare`` adds what changed from the first rank to the second."""
+    labels = {segment.label: segment for rank in columns for segment in rank.segments}
+    found: list[Row] = []
+    for label, segment in labels.items():
+        counts = tuple(rank.bytes_of(label) for rank in columns)
+        found.append(Row(segment, counts, change(counts) if compare else ""))
+    return found
+
+
+def change(counts: tuple[int, ...]) -> str:
+    """From the first to the second; nothing where they are equal."""
+    return change_of_size(counts[0], counts[1]) if counts[0] != counts[1] else ""
+
+
+def kind_of(weight: Plan) -> str:
+    """What a weight is for, by its name and axes."""
+    name, axes = f".{weight['name']}.", weight.get("axes") or ()
+    if len(weight["shape"]) < 2:
+        return "vectors"
+    if "vocab" in axes:
+        return "embedding and head"
+    inside = (("experts", ".experts."), ("attention", ".self_attn."), ("MLP", ".mlp."))
+    return next((kind for kind, part in inside if part in name), "other matrices")
+
+
+def _weights(plan: Plan) -> list[Segment]:
+    taken: Counter[str] = Counter()
+    for weight in plan["weights"]:
+        taken[kind_of(weight)] += weight["bytes"]
+    segments = [Segment(f"weights: {kind}", taken[kind], "weights", shade) for shade, kind in enumerate(_KINDS)]
+    rest = plan["memory"]["weights"] - taken.total()
+    return [*segments, Segment("weights: alignment", rest, "weights", _SHADES - 1)]
+
+
+def _caches(plan: Plan) -> list[Segment]:
+    """The pool by kind of cache; layers share one. A plan of before caches were listed has one segment."""
+    memory = plan["memory"]
+    kv, taken = memory["kv"], Counter[str]()
+    for cache in kv.get("caches", ()):
+        held = cache["page_bytes"] * kv["pages"] + cache["sequence_bytes"] * memory["max_sequences"]
+        taken[wildcard(cache["name"])] += held
+    taken["alignment" if taken else "all layers"] += memory["kv_pool"] - taken.total()
+    return [
+        Segment(f"KV pool: {name}", held, "kv", min(shade, _SHADES - 1))
+        for shade, (name, held) in enumerate(taken.items())
+    ]

@@ -1,0 +1,187 @@
+"""report in headless Chromium: nothing fails or is loaded, nothing overflows, both colour schemes, print, no script."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plan_example import example_plan
+
+from tapeout.compiler.report import render_report
+from tapeout.passes import PIPELINE
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FOUND = next((path for name in NAMES if (path := shutil.which(name))), None)
+pytestmark = pytest.mark.skipif(FOUND is None, reason="needs Chromium: apt-get install chromium")
+
+WIDTHS = (360, 1280)
+
+
+def long_plan() -> dict[str, Any]:
+    """The example with the long names of GPU kernels and of deep modules, and with every kind of segment."""
+    plan = example_plan()
+    name = "model.layers.{}.self_attn.compressor.indexer.entries.extraordinarily_long_projection_name"
+    for layer in range(24):
+        op = name.format(2 * layer)
+        kernel = "gemv_q4_1_n1536_k576_m1_silu_norm_f32_bf16_r1s1w16d2_4f9a8b7c6d5e4f3a2b1c"
+        args = {"w": ["weight", "model.norm"], "n": 1_048_576, "k": 16_384}
+        launch = {"kernel": kernel, "op": op, "args": args, "grid": [65535, 64, 2]}
+        plan["graphs"][1]["launches"].append(launch)
+        plan["decisions"].append(plan["decisions"][0] | {"subject": op, "choice": kernel, "reason": "x" * 90})
+        plan["weights"].append(plan["weights"][1] | {"name": op})
+    kinds = ("self_attn.o_proj", "mlp.experts.up", "mlp.up", "lm_head", "hc.fn")
+    for kind in kinds:
+        axes = ["vocab" if kind == "lm_head" else "heads", "hidden"]
+        plan["weights"].append(plan["weights"][1] | {"name": f"model.layers.0.{kind}.more", "axes": axes})
+    caches = [f"model.layers.0.cache_{n}" for n in range(5)]
+    plan["memory"]["max_sequences"] = 1
+    plan["memory"]["kv"]["caches"] = [{"name": n, "page_bytes": 16_384, "sequence_bytes": 0} for n in caches]
+    return plan
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Addresses of the pages of a plan and of a comparison."""
+    folder: Path = tmp_path_factory.mktemp("pages")
+    (folder / "plan.html").write_text(render_report([long_plan()], PIPELINE.passes), "utf-8")
+    both = render_report([example_plan(), long_plan()], PIPELINE.passes, ["before", "after"])
+    (folder / "both.html").write_text(both, "utf-8")
+    return {name: (folder / f"{name}.html").as_uri() for name in ("plan", "both")}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # containers have no user namespaces for the sandbox; the pages are our own
+        started = playwright.chromium.launch(executable_path=FOUND, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+def opened(browser: Any, address: str, width: int = 1280, **options: Any) -> tuple[Any, list[str]]:
+    """The page, and what goes wrong on it: messages, errors, and requests for anything but the page."""
+    page = browser.new_page(viewport={"width": width, "height": 800}, **options)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: wrong.append(request.url) if request.url not in (address, "data:,") else None)
+    page.goto(address)
+    return page, wrong
+
+
+OPEN_ALL = "document.querySelectorAll('details').forEach((details) => (details.open = true))"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["plan", "both"])
+def test_nothing_goes_wrong_and_the_page_does_not_scroll_sideways(
+    browser: Any, pages: dict[str, str], name: str, width: int
+) -> None:
+    page, wrong = opened(browser, pages[name], width)
+    assert page.evaluate(OVERFLOW) == 0
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate(OVERFLOW) == 0
+    assert wrong == []
+    page.close()
+
+
+# Contrast of every text with the background it stands on, as WCAG 2.2 defines it.
+CONTRAST = """() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = (rgb) => rgb.slice(0, 3).map((value) => value / 255)
+    .map((value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, value, index) => sum + value * [0.2126, 0.7152, 0.0722][index], 0);
+  const background = (node) => {
+    for (; node; node = node.parentElement) {
+      const found = channels(getComputedStyle(node).backgroundColor);
+      if (found.length === 3 || found[3] > 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const low = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    const box = node.getBoundingClientRect();
+    if (!walker.currentNode.data.trim() || !box.width || node.closest("script, style")) continue;
+    const style = getComputedStyle(node);
+    const ink = channels(node.closest("svg") ? style.fill : style.color);
+    const paper = node.matches("svg text") && node.previousElementSibling?.tagName === "rect"
+      ? channels(getComputedStyle(node.previousElementSibling).fill) : background(node);
+    const [one, two] = [luminance(ink), luminance(paper)];
+    const ratio = (Math.max(one, two) + 0.05) / (Math.min(one, two) + 0.05);
+    if (ratio < 4.5) low.push(`${ratio.toFixed(2)} ${walker.currentNode.data.trim()}`);
+  }
+  return low;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_both_colour_schemes_have_contrast(browser: Any, pages: dict[str, str], scheme: str) -> None:
+    page, wrong = opened(browser, pages["plan"], color_scheme=scheme)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, paper[4:-1].split(","))) < 3 * 64) == (scheme == "dark")
+    page.evaluate(OPEN_ALL)
+    # every shade of a segment with its label, however small the segments of this plan are
+    page.evaluate("""() => { for (const hue of ["weights", "kv", "arena", "scratch", "comm"])
+      for (let shade = 0; shade < 6; shade++)
+        document.querySelector(".track").insertAdjacentHTML("beforeend",
+          `<span class="${hue} shade${shade}" style="width: 60px"><i>${hue}${shade}</i></span>`) }""")
+    assert page.evaluate(CONTRAST) == []
+    assert wrong == []
+    page.close()
+
+
+def test_print_shows_what_is_closed_on_the_screen(browser: Any, pages: dict[str, str]) -> None:
+    page, wrong = opened(browser, pages["plan"], color_scheme="dark")
+    recipe = page.locator(".recipe").first
+    assert recipe.bounding_box() is None or not recipe.is_visible()
+    page.emulate_media(media="print")
+    assert recipe.is_visible()
+    assert not page.locator("nav").is_visible()
+    ink = "getComputedStyle(document.body).color"
+    assert page.evaluate(ink) == "rgb(27, 31, 36)"  # dark on paper, whatever the screen's scheme
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.emulate_media(media="screen")
+    assert page.locator("details:not([open])").count() > 0  # printing leaves them as they were
+    assert wrong == []
+    page.close()
+
+
+def test_search_and_sorting(browser: Any, pages: dict[str, str]) -> None:
+    page, wrong = opened(browser, pages["plan"])
+    section = page.locator("#decisions")
+    assert section.locator("[data-item]:visible").count() > 1
+    section.get_by_label("Find decisions").fill("SERVING  kv_pool")
+    assert section.locator("[data-item]:visible").count() == 1
+    assert section.locator(".pass:visible h3").all_inner_texts() == ["plan_memory 1"]
+    assert "1 of" in section.locator("output").inner_text()
+    section.get_by_label("Find decisions").fill("")
+    assert section.locator("[data-item][hidden]").count() == 0
+    page.locator("#launches").get_by_label("Find launches").fill("rmsnorm")
+    assert page.locator("#launches details.list[open]").count() == 2
+    weights = page.locator("#weights")
+    weights.get_by_role("button", name="Bytes", exact=True).click()
+    values = [int(value) for value in weights.locator("td[data-value]:nth-child(3)").evaluate_all(
+        "cells => cells.map((cell) => cell.dataset.value)")]  # fmt: skip
+    assert values == sorted(values, reverse=True)
+    assert weights.locator("th[aria-sort=descending]").count() == 1
+    assert wrong == []
+    page.close()
+
+
+def test_the_page_reads_without_a_script(browser: Any, pages: dict[str, str]) -> None:
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(pages["plan"])
+    assert not page.locator(".search").first.is_visible()
+    assert page.get_by_text("reads the fewest bytes").is_visible()
+    page.locator(".more summary").first.click()
+    assert page.locator(".recipe").first.is_visible()
+    context.close()
