@@ -25,8 +25,9 @@ def gemma3_gguf() -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--update-goldens`` rewrites the golden files instead of comparing with them."""
+    """``--update-goldens`` rewrites the golden files instead of comparing with them; ``--kill-trials`` kills more."""
     parser.addoption("--update-goldens", action="store_true", help="rewrite golden files; review them with git diff")
+    parser.addoption("--kill-trials", type=int, default=20, help="how often a rank of a run is killed")
 
 
 @pytest.fixture

@@ -139,11 +139,32 @@ def diff(
 
 
 @_app.command()
+def report(
+    artifact: Artifact,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER]", help="A second one, to compare with the first.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write.")] = Path(
+        "plan.html"
+    ),
+) -> None:
+    """Write a plan, or two beside each other, as one HTML page that loads nothing."""
+    from tapeout.compiler.report import write_report
+    from tapeout.passes import PIPELINE
+
+    write_report([artifact, *([other] if other else [])], output, PIPELINE.passes)
+    print(f"wrote {output}")
+
+
+@_app.command()
 def verify(
     artifact: Artifact,
     source: Annotated[
         str | None, typer.Option("--source", help="The checkpoint, where the plan's own source is not at hand.")
     ] = None,
+    witness: Annotated[
+        str, typer.Option("--witness", help="transformers, or onnx: the logical program in ONNX Runtime.")
+    ] = "transformers",
     positions: Annotated[int, typer.Option("--positions", min=1, help="Positions to compare.")] = 512,
 ) -> None:
     """Compare an artifact with an independent reference, op by op."""
@@ -153,11 +174,78 @@ def verify(
     ok = True
     for phase in phases_of(artifact):
         with terminal_progress() as progress:
-            report = verify_artifact(artifact, source=source, positions=positions, phase=phase, progress=progress)
+            report = verify_artifact(
+                artifact, source=source, witness=witness, positions=positions, phase=phase, progress=progress
+            )
         print(report.text())
         ok = ok and report.ok
     if not ok:
         raise typer.Exit(1)
+
+
+@_app.command("eval")
+def evaluate_(
+    artifacts: Annotated[list[Path], typer.Argument(metavar="ARTIFACT", help="Artifact folders; one row each.")],
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="Plain text in UTF-8.")],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", metavar="REFERENCE", help="An artifact, or a checkpoint for transformers to run in float32."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", metavar="N", help="Tokens of a window; 512 or what fits if left out.")
+    ] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Bench each artifact too.")] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads to run on; one for each CPU if left out.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Measure what number formats cost: perplexity on a text, and divergence of the logits from a reference.
+
+    The text is cut into windows side by side, each run with an empty cache and, for a model that has one, the begin
+    token in front. Every token of a window counts but its first, each predicted from those before it in the window.
+    """
+    from tapeout.compiler.cli.progress import terminal_progress
+    from tapeout.compiler.evaluation import evaluate, print_evaluation
+
+    with terminal_progress() as progress:
+        found = evaluate(
+            artifacts, text, against=against, context=context, threads=threads, speed=speed, progress=progress
+        )
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
+    else:
+        print_evaluation(found)
+
+
+@_app.command("export-onnx")
+def export_onnx_(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A spec file, or an artifact folder.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="DIR", help="Folder to make; artifacts/SPEC-onnx if left out."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value of the spec; repeatable.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="The checkpoint of an artifact, where its own is not at hand.")
+    ] = None,
+    external: Annotated[
+        bool, typer.Option("--external", help="Weights in a file of their own, as always above 2 GB.")
+    ] = False,
+) -> None:
+    """Write the model of SPEC as ONNX: standard operators, float32 weights, whole sequences without a cache."""
+    from tapeout.compiler.cli.progress import terminal_progress
+    from tapeout.compiler.onnx.driver import export_onnx, load_any_spec
+
+    loaded = load_any_spec(spec, overrides or [], source)
+    with terminal_progress() as progress:
+        folder = output or Path("artifacts") / f"{spec.stem}-onnx"
+        written = export_onnx(loaded, folder, external=external, progress=progress)
+    print(f"wrote {written}")
 
 
 @_app.command(context_settings=_PASS_ON)

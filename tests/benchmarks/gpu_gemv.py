@@ -235,7 +235,9 @@ def load(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
     with tarfile.open(path) as archive:
         files = {member.name: archive.extractfile(member).read() for member in archive}  # pyright: ignore[reportOptionalMemberAccess]
     entries = json.loads(files.pop("meta.json"))
-    shared = {entry["name"]: entry["shared"] for entry in entries}
+    shared: dict[str, int] = {}
+    for entry in entries:
+        shared[entry["name"]] = max(entry["shared"], shared.get(entry["name"], 0))
     for name, data in files.items():
         gpu.load(name, data, shared.get(name, 0))
     return entries

@@ -33,7 +33,7 @@ def plans(tmp_path: Path) -> tuple[str, str]:
 def test_help_names_every_command(capsys) -> None:
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in ("compile", "inspect", "explain", "diff", "verify", "run", "bench", "schema"):
+    for name in ("compile", "inspect", "explain", "diff", "report", "verify", "eval", "export-onnx", "run", "bench"):
         assert f"\n  {name} " in text
 
 
