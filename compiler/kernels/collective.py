@@ -21,10 +21,10 @@ ALL_TO_ALL = _entry("all_to_all")
 def two_shot(ranks: int, rows: int, k: int) -> bool:
     """Whether an all_reduce of a launch list planned for ``rows`` rows sums shares; the result is the same bits.
 
-    Every rank reads all operands and meets the others once, or reads two and meets them twice: with two ranks that is
-    the same work, with four the times cross near 64 KiB (tests/benchmarks/bench_collectives.py).
+    Every rank reads all operands and meets the others once, or reads two and meets them twice, which costs where ranks
+    share cores: there the times cross near 64 KiB (tests/benchmarks/bench_collectives.py).
     """
-    return ranks > 2 and 4 * rows * k >= _TWO_SHOT_BYTES
+    return ranks > 1 and 4 * rows * k >= _TWO_SHOT_BYTES
 
 
 def buffer_bytes(kernel: KernelEntry, ranks: int, rows: int, k: int) -> int:

@@ -95,7 +95,7 @@ def ended(ranks: Ranks, since: float) -> str:
 def test_a_rank_killed_at_any_moment_ends_the_run(library: Path, pytestconfig: pytest.Config) -> None:
     rng = random.Random(0)
     worst = 0.0
-    for _ in range(pytestconfig.getoption("--kill-trials")):
+    for _ in range(int(pytestconfig.getoption("--kill-trials") or 0)):
         count = rng.choice((2, 3))
         victim = rng.randrange(count)
         with started(library, count, "loop") as ranks:
