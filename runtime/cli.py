@@ -75,7 +75,7 @@ def _run(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    ranks = _ranks(options.artifact)
+    ranks = _ranks(options)
     if ranks:
         return _start(ranks, ["run", *argv, f"--prompt={prompt}"])
 
@@ -98,14 +98,16 @@ def _told_by_parent(error: TapeoutError) -> bool:
     return isinstance(error, RankError)
 
 
-def _ranks(artifact: Path) -> Mapping[str, int] | None:
+def _ranks(options: argparse.Namespace) -> Mapping[str, int] | None:
     """What the plan says of its ranks, where it is for several and this process is to start them."""
+    from tapeout.runtime.host import thread_count
     from tapeout.runtime.manifest import parse_manifest
     from tapeout.runtime.model import rank_place
 
-    if "weights/rank1.safetensors" not in parse_manifest(artifact).files or rank_place():
+    if "weights/rank1.safetensors" not in parse_manifest(options.artifact).files or rank_place():
         return None
-    plan = json.loads((artifact / "plan.json").read_bytes())
+    thread_count(options.threads)  # said once, and not by every rank
+    plan = json.loads((options.artifact / "plan.json").read_bytes())
     return plan["memory"]["comm"]
 
 
@@ -192,7 +194,7 @@ def _bench(argv: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate (default: 128)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="runs to take the median of (default: 5)")
     options = parser.parse_args(argv)
-    ranks = _ranks(options.artifact)
+    ranks = _ranks(options)
     if ranks:
         return _start(ranks, ["bench", *argv])
 

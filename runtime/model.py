@@ -103,8 +103,8 @@ def _open_cpu(folder: Path, target: str | None, threads: int | None) -> Opened:
         count = thread_count(threads, member.count if member else 1)
         backend = CpuBackend(folder, plan, manifest.file(f"kernels/cpu-{chosen}.so"), count, member)
     except BaseException as error:
-        if member:
-            member.leave(error)
+        if member:  # the first rank speaks for itself
+            member.leave(error if member.rank else None)
         raise
     finally:
         verification.wait()

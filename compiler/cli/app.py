@@ -88,6 +88,7 @@ def inspect(
     weight: Annotated[
         str | None, typer.Option("--weight", metavar="NAME", help="Show where this weight's bytes come from (a glob).")
     ] = None,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", help="With --weight: on this rank (default: 0).")] = 0,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Draw the graph of passes.")] = False,
 ) -> None:
     """Show a plan as tables: memory, formats, kernels, launch lists."""
@@ -100,7 +101,7 @@ def inspect(
     elif artifact is None:
         raise typer.BadParameter("needed unless --pipeline is given", param_hint="ARTIFACT")
     elif weight is not None:
-        print_weights(load_plan(artifact), weight)
+        print_weights(load_plan(artifact), weight, rank=rank)
     else:
         print_plan(load_plan(artifact))
 

@@ -24,7 +24,9 @@ def print_summary(plan: Plan, out: Console | None = None) -> None:
     """Model, memory and formats: what a compile prints."""
     out = out or console()
     out.print(table(("", ""), model_rows(plan)))
-    _section(out, "Memory", table(("", "", "", ""), _memory_rows(plan), right=(1, 2)))
+    ranks = plan["memory"].get("comm", {"ranks": 1})["ranks"]
+    title = f"Memory of each of {ranks} ranks" if ranks > 1 else "Memory"
+    _section(out, title, table(("", "", "", ""), _memory_rows(plan), right=(1, 2)))
     columns = ("format", "weights", "parameters", "bytes", "bits/weight", "share")
     _section(out, "Formats", table(columns, _format_rows(plan), right=range(1, 6)))
 

@@ -18,8 +18,8 @@ from tapeout.compiler.views.text import size
 from tapeout.runtime.errors import TapeoutError
 
 
-def print_weights(plan: Plan, pattern: str, out: Console | None = None) -> None:
-    """The recipe of every weight that ``pattern`` (a glob) names. Raises TapeoutError when there is none."""
+def print_weights(plan: Plan, pattern: str, out: Console | None = None, *, rank: int = 0) -> None:
+    """The recipe, on a rank, of every weight that ``pattern`` (a glob) names. Raises TapeoutError for none."""
     out = out or console()
     names = [weight["name"] for weight in plan["weights"]]
     found = [weight for weight in plan["weights"] if fnmatchcase(weight["name"], pattern)]
@@ -27,10 +27,13 @@ def print_weights(plan: Plan, pattern: str, out: Console | None = None) -> None:
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
         raise TapeoutError(f"no weight is called {pattern}; close: {', '.join(close)}")
     for weight in found:
-        out.print(_tree(weight))
+        recipes = [weight["recipe"], *weight.get("further_ranks", [])]
+        if not 0 <= rank < len(recipes):
+            raise TapeoutError(f"--rank {rank}: the plan has {len(recipes)} ranks, numbered from 0")
+        out.print(_tree(weight, recipes[rank]))
 
 
-def _tree(weight: Plan) -> Tree:
+def _tree(weight: Plan, recipe: Plan) -> Tree:
     place = f"{weight['bytes']:,} bytes ({size(weight['bytes'])}) at {weight['offset']:,}"
     tree = Tree(Text(f"{weight['name']}  {weight['shape']} {weight['format']}, {weight['layout']}, {place}"))
     if weight.get("axes"):
@@ -38,7 +41,7 @@ def _tree(weight: Plan) -> Tree:
     if weight.get("error"):
         figures = ", ".join(f"{name} {value:.3g}" for name, value in weight["error"].items())
         tree.add(Text(f"error: {figures}", style="dim"))
-    _grow(tree, weight["recipe"])
+    _grow(tree, recipe)
     return tree
 
 

@@ -89,6 +89,22 @@ def test_weight_recipe() -> None:
     )
 
 
+def test_a_weight_on_a_rank() -> None:
+    plan = example_plan()
+    weight = next(each for each in plan["weights"] if each["name"] == "model.layers.1.self_attn.qkv_proj")
+    read = {"op": "read", "tensor": "w", "shape": [8, 4], "format": "f32"}
+    weight["recipe"], weight["further_ranks"] = (
+        {"op": "rows", "source": read, "start": 0, "stop": 4}, [{"op": "rows", "source": read, "start": 4, "stop": 8}]
+    )  # fmt: skip
+    at = "model.layers.1.self_attn.qkv_proj"
+    assert "rows start 0 stop 4" in printed(print_weights, plan, at)
+    assert "rows start 4 stop 8" in printed(lambda plan, name, out: print_weights(plan, name, out, rank=1), plan, at)
+    with pytest.raises(TapeoutError, match="--rank 2: the plan has 2 ranks, numbered from 0"):
+        print_weights(plan, at, rank=2)
+    plan["memory"]["comm"] = {"ranks": 2, "buffer_bytes": 64}
+    assert "Memory of each of 2 ranks" in printed(print_summary, plan)
+
+
 def test_unknown_weight_names_close_ones() -> None:
     with pytest.raises(TapeoutError, match=r"no weight is called model\.nrom; close: model\.norm"):
         print_weights(example_plan(), "model.nrom")
