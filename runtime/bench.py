@@ -75,7 +75,7 @@ def bytes_per_token(plan: dict[str, Any]) -> int:
         for launch in graph["launches"] if graph["phase"] in ("decode", "head") else ():
             args = launch["args"]
             if launch["kernel"] == "dispatch":
-                chosen = args["top_k"] / args["experts"]
+                chosen = min(1.0, args["top_k"] / args["experts"])
             if not launch["kernel"].startswith("embed_"):
                 share |= dict.fromkeys(_weights_of(launch), chosen if args.get("starts") else 1.0)
     return round(sum(weight["bytes"] * share.get(weight["name"], 0) for weight in plan["weights"]))

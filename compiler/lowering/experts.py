@@ -147,7 +147,7 @@ def expert_sum(lowering: CpuLowering, op: Op) -> None:
         y, value = lowering.f32_buffer(op.name, op.width), op.name
         lowering.emit(experts.ZERO_F32, op, (y, op.width), (), (y,))
     parts = Span(f"{op.name}.parts")
-    rows = max(1, experts.FEW_PAIRS // top_k)
+    rows = -(-experts.FEW_PAIRS // top_k)  # a rank that holds some experts has any number of pairs
     lowering.buffers[parts.buffer] = Buffer(parts.buffer, 4 * op.width * top_k, "scratch", max_rows=rows)
     starts, row_of, weight = _dispatched(route)
     sizes = (op.width, lowering.stride(y), grouped.ADD, parts, 1)

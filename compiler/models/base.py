@@ -202,7 +202,7 @@ class Fields:
 
     def choice(self, key: str, legal: Mapping[str, str], default: str) -> str:
         """One of the legal spellings, mapped to our name."""
-        value = self.raw.get(key, default)
+        value = default if self.raw.get(key) is None else self.raw[key]
         if not isinstance(value, str) or value not in legal:
             raise self._bad(key, value, f"one of {', '.join(sorted(legal))}")
         return legal[value]

@@ -208,7 +208,7 @@ def _selection(b: Builder, at: str, h: str, q_a: str, config: DeepseekV4Config, 
     entries = _entries(b, at, h, config, kind, dim)
     q = b.linear(f"{at}.q_b_proj", q_a, heads * dim, ("index_heads", "q_rank"))
     q = b.rotate(f"{at}.q_rope", q, COMPRESS, rotated=config.rope.dim, start=dim - config.rope.dim, period=dim)
-    weights = b.linear(f"{at}.scorer.weights_proj", h, heads, ("index_heads", "hidden"))
+    weights = b.linear(f"{at}.scorer.weights_proj", h, heads, ("index_weights", "hidden"))
     return b.select_entries(f"{at}.selection", q, weights, entries, ratio=kind.ratio, top_k=config.index_top_k,
                             scale=(heads * dim) ** -0.5)  # fmt: skip
 

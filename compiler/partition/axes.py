@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd, lcm
+from math import gcd
 
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.recipes import Columns, GroupRows, PadColumns, PadRows, Recipe, Rows
+from tapeout.compiler.recipes import Columns, Convert, GroupRows, PadColumns, PadRows, Recipe, Rows
 from tapeout.runtime.errors import TapeoutError
 
 
@@ -107,16 +106,18 @@ def column_unit(format: str) -> int:
     return known.tiles[1] or known.block if known.tiles else known.block
 
 
-def ffn_over(width: int, pieces: int, formats: Iterable[str], tile: int = 16) -> Cut:
-    """The cut of a feed-forward width whose rows and columns are in ``formats``, in multiples of their blocks."""
-    if pieces == 1:
-        return Cut(1)
-    unit = lcm(tile, *(lcm(row_unit(format), column_unit(format)) for format in formats))
-    return Cut(pieces, ((width, _up(width, unit * pieces)),))
+def width_over(width: int, pieces: int, unit: int) -> Cut:
+    """The cut of a width into pieces that are multiples of ``unit``."""
+    return Cut(pieces, ((width, _up(width, unit * pieces)),)) if pieces > 1 else Cut(1)
 
 
 def rows_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1, period: int = 0) -> Recipe:
-    """A rank's rows, of an axis with ``unit`` rows an element; with a ``period`` (in rows) it repeats all over."""
+    """A rank's rows, of an axis with ``unit`` rows an element; with a ``period`` (in rows) it repeats all over.
+
+    Where rows share scales that a conversion is to make, what is converted is cut, since a cut may go through a scale.
+    """
+    if isinstance(recipe, Convert) and FORMATS[recipe.to].tiles:
+        return Convert(rows_of(recipe.source, cut, rank, unit=unit, period=period), recipe.to)
     for before, after in cut.pads:
         if before != after:
             recipe = PadRows(recipe, before * unit, after * unit)
@@ -130,7 +131,9 @@ def rows_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1, period: int =
 
 
 def columns_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1) -> Recipe:
-    """A rank's columns, of an axis with ``unit`` columns an element."""
+    """A rank's columns, of an axis with ``unit`` columns an element; see ``rows_of``."""
+    if isinstance(recipe, Convert) and FORMATS[recipe.to].tiles:
+        return Convert(columns_of(recipe.source, cut, rank, unit=unit), recipe.to)
     for before, after in cut.pads:
         if before != after:
             recipe = PadColumns(recipe, before * unit, after * unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 from tapeout.compiler.ir import Attr, Graph, Op, Weight
@@ -20,12 +20,14 @@ from tapeout.compiler.partition.axes import (
     column_unit,
     columns_of,
     experts_of,
-    ffn_over,
     heads_over,
+    row_unit,
     rows_of,
+    width_over,
 )
-from tapeout.compiler.recipes import Constant, Recipe, Rows
+from tapeout.compiler.recipes import Constant, Recipe
 from tapeout.compiler.stages import Decision
+from tapeout.runtime.errors import TapeoutError
 
 Kind = Literal["whole", "split", "partial"]
 Shard = Callable[[Recipe, int], Recipe]
@@ -46,6 +48,9 @@ class RankProgram:
         self.ops: list[Op] = []
         self.shards: dict[str, Shard] = {}
         self.uses = Counter(slot for op in graph.ops for slot in op.weights)
+        self.readers = graph.consumers()
+        self.waiting: dict[str, Op] = {}
+        self.padded: dict[tuple[str, int], int] = {}
         self.head_counts = _head_counts(graph)
         self.heads = heads_over(*self.head_counts, mesh.count, align=self._head_align(), copy=self._copies_keys())
 
@@ -61,7 +66,13 @@ class RankProgram:
     def shard(self, slot: str, rank: int) -> Recipe:
         """The recipe of a slot on a rank."""
         cut = self.shards.get(slot)
-        return cut(self.recipes[slot], rank) if cut else self.recipes[slot]
+        try:
+            return cut(self.recipes[slot], rank) if cut else self.recipes[slot]
+        except TapeoutError as error:
+            raise TapeoutError(
+                f"topology.count {self.mesh.count}: {slot} cannot be cut into that many pieces as it is: {error}; "
+                "another count, or a rule that converts the weight, avoids this"
+            ) from error
 
     def ranks(self) -> tuple[tuple[tuple[str, Recipe], ...], ...]:
         """The recipes of all slots, by rank."""
@@ -81,7 +92,16 @@ class RankProgram:
         return (
             Decision("partition", "mesh", cut, reason, (), evidence),
             Decision("partition", "embedding", "whole on every rank", "a step reads a row of it", (("split", whole),)),
+            *(self._padding(*key, padded) for key, padded in self.padded.items() if padded > key[1]),
         )
+
+    def _padding(self, what: str, size: int, padded: int) -> Decision:
+        reason = f"pieces of {size} channels would end within a tile or a block of a weight"
+        more = (
+            "topology.parallel.expert gives ranks whole experts" if what == "experts" else "a smaller count pads less"
+        )
+        choice = f"padded from {size} to {padded} channels, {padded / size - 1:.0%} more"
+        return Decision("partition", what, choice, reason, (("less padding", more),))
 
     # -- what heads there are
 
@@ -129,10 +149,31 @@ class RankProgram:
         return self._emit(op, "whole", op.width, tuple(self._need(name) for name in op.inputs))
 
     def _add(self, op: Op) -> None:
-        kind, other = self.kinds[op.inputs[0]], self.kinds[op.inputs[1]]
-        if kind == other != "whole":
-            return self._emit(op, kind, self.widths[op.inputs[0]], op.inputs)
-        return self._emit(op, "whole", op.width, tuple(self._need(name) for name in op.inputs))
+        """A whole and a partial value wait, where only another value is added to their sum: see ``_join``."""
+        waiting = [name for name in op.inputs if name in self.waiting]
+        if len(waiting) == 1 and self._join(op, waiting[0]):
+            return None
+        for name in waiting:
+            self._other(self.waiting.pop(name))
+        kinds: list[Kind] = [self.kinds[name] for name in op.inputs]
+        readers = self.readers.get(op.name, [])
+        if sorted(kinds) == ["partial", "whole"] and [reader.kind for reader in readers] == ["add"]:
+            self.waiting[op.name] = op
+            return None
+        if kinds[0] == kinds[1] != "whole":
+            return self._emit(op, kinds[0], self.widths[op.inputs[0]], op.inputs)
+        return self._other(op)
+
+    def _join(self, op: Op, waiting: str) -> bool:
+        """Add a partial value to the partial one that waits first, so that both share an all_reduce, if it is one."""
+        other = next(name for name in op.inputs if name != waiting)
+        if self.kinds.get(other) != "partial":
+            return False
+        earlier = self.waiting.pop(waiting)
+        whole, partial = sorted(earlier.inputs, key=lambda name: self.kinds[name] != "whole")
+        self._emit(earlier, "partial", earlier.width, (partial, other))
+        self._emit(op, "whole", op.width, (whole, self._need(waiting)))
+        return True
 
     def _attention(self, op: Op) -> None:
         if self.kinds[op.inputs[0]] != "split":
@@ -175,16 +216,26 @@ class RankProgram:
         if axis == "o_rank":
             return Cut(self.mesh.count, self.heads.key.pads), size // kv_heads
         if axis == "ffn":
-            return ffn_over(size, self.mesh.count, self._ffn_formats(), TILE), 1
+            return self._width("feed-forward", size, self.mesh.count, self._ffn_unit(experts=False)), 1
         if axis == "vocab":
-            return ffn_over(size, self.mesh.count, ("f32",), TILE), 1
+            return self._width("vocabulary", size, self.mesh.count, TILE), 1
         return None
 
-    def _ffn_formats(self) -> set[str]:
-        """Formats of all weights with a feed-forward axis; gate, up and down are cut at the same places."""
-        return {
-            self.recipes[name].format for name, slot in self.slots.items() if any("ffn" in axis for axis in slot.axes)
-        }
+    def _width(self, what: str, size: int, pieces: int, unit: int) -> Cut:
+        cut = width_over(size, pieces, unit)
+        self.padded[what, size] = cut.padded(size)
+        return cut
+
+    def _ffn_unit(self, *, experts: bool) -> int:
+        """Channels that a piece is a multiple of: rows of gate and up, columns of down, which are cut at one place."""
+        unit = TILE
+        for name, slot in self.slots.items():
+            rows, *columns = slot.axes
+            if rows.startswith("experts ") == experts and columns:
+                format = self.recipes[name].format
+                unit = lcm(unit, row_unit(format) if rows.endswith("ffn") else 1)
+                unit = lcm(unit, column_unit(format) if columns[0] == "ffn" else 1)
+        return unit
 
     def _own_slots(self, op: Op) -> Op:
         """The op with a slot of its own, where another op needs the whole of it: a head tied to the embedding."""
@@ -211,7 +262,7 @@ class RankProgram:
     # -- experts
 
     def _ffn_of_experts(self, width: int) -> Cut:
-        return ffn_over(width, self.mesh.within, self._ffn_formats(), TILE)
+        return self._width("experts", width, self.mesh.within, self._ffn_unit(experts=True))
 
     def _expert_linear(self, op: Op) -> None:
         experts, top_k = op.integer("experts"), op.integer("top_k")
@@ -245,8 +296,7 @@ class RankProgram:
         """The rows of the experts that a rank's group holds."""
         if self.mesh.expert == 1:
             return recipe
-        group = self.mesh.expert_group(rank)
-        return Rows(recipe, group * rows, (group + 1) * rows)
+        return rows_of(recipe, Cut(self.mesh.expert, first=self.mesh.expert_group(rank)), 0)
 
     def _within(self, cut: Cut, rank: int) -> Cut:
         return replace(cut, first=self.mesh.expert_piece(rank))

@@ -63,7 +63,10 @@ class Member:
         """Wait until every rank has loaded what it needs, however long that takes. Raises RankError."""
         self.segment.touch(self.rank)
         self._own.ready = 1
-        while not all(self.segment.shared.rank[rank].ready for rank in range(self.count)):
+        ranks = self.segment.shared.rank
+        while waiting := [rank for rank in range(self.count) if not ranks[rank].ready]:
+            if gone := [rank for rank in waiting if ranks[rank].state == State.LEFT]:
+                self.segment.end(Reason.LEFT, gone[0])
             self.check()
             time.sleep(_POLL_S)
         self.idle()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import witness_latent
 from test_families import CASES, TOLERANCE, relative_error, until_eos
 from witness import token_ids
 
@@ -83,6 +84,25 @@ def test_ranks_compute_what_transformers_does(case: str, count: int, expert: int
     with load(one) as model:
         assert relative_error(logits, model.logits(ids)) <= 1e-5
         assert tokens == until_eos(reference, ids[:PROMPT], model)
+
+
+def test_a_rank_holds_any_number_of_pairs(tmp_path: Path) -> None:
+    """Half of the experts: some steps have few enough pairs for results apart, from more rows than one rank would."""
+    reference = witness_latent.deepseek_v2(topk_method="greedy", num_experts_per_tok=6)
+    artifact = build(reference.save_hf(tmp_path / "hf"), tmp_path / "artifact", 2, 2)
+    for length in range(17, 26):
+        ids = token_ids(length)
+        logits = run(artifact, ids, tmp_path / f"{length}")[0][0]
+        assert relative_error(logits, reference.logits(ids)) <= TOLERANCE, length
+
+
+def test_routed_and_shared_experts_share_an_all_reduce(tmp_path: Path) -> None:
+    reference = CASES["deepseek-v3"]()
+    artifact = build(reference.save_hf(tmp_path / "hf"), tmp_path / "artifact", 2, 1)
+    plan = json.loads((artifact / "plan.json").read_bytes())
+    decode = next(graph for graph in plan["graphs"] if graph["phase"] == "decode")
+    reduced = [launch["op"] for launch in decode["launches"] if launch["kernel"].startswith("all_reduce")]
+    assert len(reduced) == 2 * reference.model.config.num_hidden_layers, reduced
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])

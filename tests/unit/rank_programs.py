@@ -117,14 +117,20 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
 
 
 def main(words: Sequence[str]) -> int:
-    """``PROGRAM LIBRARY [different] [planned=3]``: with ``different`` the last rank opens another artifact."""
+    """``PROGRAM LIBRARY [different] [planned=3] [unready]``.
+
+    With ``different`` the last rank opens another artifact, with ``unready`` it leaves before it is ready.
+    """
     place = read_place()
     assert place
-    digest = hashlib.sha256(str("different" in words and place.rank == place.count - 1).encode()).digest()
+    last = place.rank == place.count - 1
+    digest = hashlib.sha256(str("different" in words and last).encode()).digest()
     planned = 3 if "planned=3" in words else place.count
     member = None
     try:
         with join(place, digest, planned, BUFFER_BYTES, patience_s=PATIENCE_S, wait_s=10) as member:
+            if "unready" in words and last:
+                return 0
             rank = Rank(Path(words[1]), member)
             member.ready()
             PROGRAMS[words[0]](rank)

@@ -225,11 +225,12 @@ def test_routes_are_those_of_transformers(native: ne.Native, case: str) -> None:
             assert all(np.diff(logits[row][chosen]) <= 0)
 
 
-def test_equal_and_unusable_scores_still_choose_experts(native: ne.Native) -> None:
+@pytest.mark.parametrize("score", range(len(ek.SCORES)), ids=ek.SCORES)
+def test_equal_and_unusable_scores_still_choose_experts(native: ne.Native, score: int) -> None:
     x = np.zeros((2, 16), np.float32)
     x[1] = np.nan
     y = ne.poison(2, 8)
-    native.call("route", ne.rows_step(2), x, 16, y, 16, 4, 0, None, 1, 1, 0, 1, 1.0)
+    native.call("route", ne.rows_step(2), x, 16, y, 16, 4, score, None, 1, 1, 0, 1, 1.0)
     assert y[0].tolist() == [0, 1, 2, 3, 0.25, 0.25, 0.25, 0.25]
     assert sorted(y[1, :4]) == [0, 1, 2, 3]
     assert np.isnan(y[1, 4:]).all()

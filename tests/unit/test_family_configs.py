@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from tapeout.compiler.models import FAMILIES, find_family
+from tapeout.compiler.models.base import Fields
 from tapeout.runtime.errors import TapeoutError
 
 CONFIG: Mapping[str, Any] = {**tiny.CONFIG, "num_hidden_layers": 3}
@@ -429,3 +430,8 @@ def test_every_other_layer_of_gpt_oss_slides_unless_metadata_say_otherwise(
     keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": pattern, "expert_count": 8}
     parsed = find_family(["gpt-oss"], "here").parse_gguf(metadata("gpt-oss", **keys, expert_used_count=4), SHAPES)
     assert parsed.windows == windows
+
+
+def test_a_choice_that_is_null_is_not_made() -> None:
+    fields = Fields({"topk_method": None}, "here")
+    assert fields.choice("topk_method", {"greedy": "first", "other": "second"}, "greedy") == "first"

@@ -153,6 +153,12 @@ def test_a_rank_that_hangs_or_fails_is_named(library: Path, program: str, said: 
         assert ended(ranks, time.monotonic() + 2) == said  # processes take a while to start
 
 
+def test_a_rank_that_leaves_before_it_is_ready_ends_the_run(library: Path) -> None:
+    with start(library, 3, "some", "unready") as ranks:
+        said = ended(ranks, time.monotonic() + 2)
+    assert said == "rank 2 left while other ranks were still waiting for it, and they were ended"
+
+
 def test_the_leader_may_pause_and_its_end_is_the_runs(library: Path) -> None:
     with start(library, 2, "lead") as ranks:
         assert ranks.wait() == 0

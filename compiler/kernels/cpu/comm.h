@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "tp_math.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -103,11 +104,11 @@ static int tp_wait_for(tp_comm *c, int rank, uint32_t barrier) {
         const uint32_t fault = atomic_load(&c->shared->fault);
         if (fault) return (int)fault;
         if (state == TP_RANK_LEFT) return tp_fault(c, TP_FAULT(TP_FAULT_LEFT, (uint32_t)rank));
-        late = state == TP_RANK_IDLE ? 0 : late + 1;
-        if (late > c->patience) return tp_fault(c, TP_FAULT(TP_FAULT_LATE, (uint32_t)rank));
+        if (late >= c->patience) return tp_fault(c, TP_FAULT(TP_FAULT_LATE, (uint32_t)rank));
         atomic_fetch_add(&peer->sleepers, 1);
-        syscall(SYS_futex, &peer->arrived, FUTEX_WAIT, arrived, &tick, NULL, 0);
+        const int woken = !syscall(SYS_futex, &peer->arrived, FUTEX_WAIT, arrived, &tick, NULL, 0) || errno != ETIMEDOUT;
         atomic_fetch_sub(&peer->sleepers, 1);
+        late = state == TP_RANK_IDLE ? 0 : late + !woken; /* a signal, or a rank that came, is no tick */
     }
 }
 

@@ -33,7 +33,7 @@ static void softmax_of(float *x, int count) {
 
 /* sqrt(ln(1 + e^x)); e^x small against 1 by its series. */
 static float sqrt_softplus_of(float x) {
-    if (x > 20) return tp_sqrt(x);
+    if (!(x <= 20)) return tp_sqrt(x); /* NaN too */
     const double e = _mm256_cvtss_f32(tp_exp8(_mm256_set1_ps(x)));
     return tp_sqrt((float)(e < 1e-4 ? e - 0.5 * e * e : tp_log(1 + e)));
 }
