@@ -91,6 +91,8 @@ class CudaDevice(Device):
     """Blocks that a multiprocessor holds."""
     l2_bytes: Size
     """Size of the L2 cache."""
+    context: Size
+    """Bytes of its memory that the driver takes for a process: context, code and captured graphs."""
     peak_bandwidth_gb_s: Positive
     """Memory bandwidth by the data sheet, 10^9 bytes a second."""
     matrix_tflops: MatrixRates
@@ -103,7 +105,7 @@ class CudaDevice(Device):
     """Links to other GPUs, one direction; null where there are none."""
     features: tuple[Feature, ...]
     """Instructions and launch modes that kernels may ask for."""
-    measured: tuple[Literal["bandwidth_gb_s", "l2_bytes", "memory", "sm_count"], ...] = ()
+    measured: tuple[Literal["bandwidth_gb_s", "context", "l2_bytes", "memory", "sm_count"], ...] = ()
     """Which figures were measured on such a card; all others are the vendor's."""
 
     @property

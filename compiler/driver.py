@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
-from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
-from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.compiler.checkpoints import Checkpoint, open_source, require_weights
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
@@ -22,7 +21,7 @@ from tapeout.compiler.pipeline import Memo, Results
 from tapeout.compiler.plan import Json, add_errors, build_plan, canonical
 from tapeout.compiler.progress import Progress, SilentProgress, steps_of
 from tapeout.compiler.spec import Spec, Topology, require_one_device
-from tapeout.compiler.stages import BuiltKernel, KernelEntry, MemoryPlan, SelectedModel
+from tapeout.compiler.stages import BuiltKernel, KernelEntry, MemoryPlan, Purpose, SelectedModel
 from tapeout.compiler.tokenizers import build_tokenizer
 from tapeout.passes import PIPELINE
 from tapeout.passes.select_kernels import further_devices
@@ -30,6 +29,7 @@ from tapeout.runtime.errors import TapeoutError
 
 WEIGHTS = "weights/rank{}.safetensors"
 ENGINE = (Unit("engine.c"), Unit("sample.c"))
+ARTIFACT = Purpose()
 KERNEL_BYTES = 32 << 20  # more than the kernels of an artifact take, for the check of free space
 
 
@@ -54,12 +54,14 @@ def compile_spec(
     if not plan_only:
         check_target(output, force)
     device = load_device(spec.topology.device)
-    if isinstance(device, CudaDevice):
+    if isinstance(device, CudaDevice) and not plan_only:
         require_one_device(spec.topology)
-    checkpoint = open_checkpoint(resolve_source(spec.model.source, base or Path.cwd()))
+    checkpoint = open_source(spec.model.source, spec.model.config, base or Path.cwd())
+    if not plan_only:
+        require_weights(checkpoint)
     folder = Environment.read().cache
     builder = KernelBuilder(folder / "cubins", progress)
-    results = run_passes(spec, device, checkpoint, builder, memo, progress)
+    results = run_passes(spec, device, checkpoint, builder, memo, progress, Purpose(plan_only))
     if plan_only:
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
@@ -87,11 +89,17 @@ def compile_spec(
 
 
 def run_passes(
-    spec: Spec, device: Device, checkpoint: Checkpoint, builder: KernelBuilder, memo: Memo | None, progress: Progress
+    spec: Spec,
+    device: Device,
+    checkpoint: Checkpoint,
+    builder: KernelBuilder,
+    memo: Memo | None,
+    progress: Progress,
+    purpose: Purpose = ARTIFACT,
 ) -> Results:
     """The pipeline over a spec's sections and an opened checkpoint."""
     with progress.task("planning", len(PIPELINE.passes)) as task:
-        inputs = (spec.model, spec.quantization, spec.topology, spec.serving, device, checkpoint, builder)
+        inputs = (spec.model, spec.quantization, spec.topology, spec.serving, device, checkpoint, builder, purpose)
         return PIPELINE.run(*inputs, memo=memo, callback=lambda name, reused: task.advance(1))
 
 

@@ -167,6 +167,11 @@ class Graph:
         """All weight slots by name."""
         return {weight.name: weight for weight in self.weights}
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Columns of every value."""
+        return {name: width for op in self.ops for name, width in op.outputs}
+
     def consumers(self) -> dict[str, list[Op]]:
         """For every value, the ops that read it, in program order."""
         readers: dict[str, list[Op]] = {}

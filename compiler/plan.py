@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from tapeout.compiler.devices import CpuDevice, Device
+from tapeout.compiler.devices import CpuDevice, CudaDevice, Device
 from tapeout.compiler.kernels.cuda.base import Resources
 from tapeout.compiler.kernels.cuda.toolchain import compiler_versions
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.spec import Spec
 from tapeout.compiler.stages import (
     BuiltKernel,
+    Collective,
+    CommunicationPlan,
     FusedModel,
     GraphPlan,
     KernelEntry,
@@ -50,8 +52,8 @@ def build_plan(
     logical, quantized = results.get(LogicalModel), results.get(QuantizedModel)
     fused, selected = results.get(FusedModel), results.get(SelectedModel)
     memory, graphs = results.get(MemoryPlan), results.get(GraphPlan)
-    sharded = results.get(ShardedModel)
-    made = [stage.decisions for stage in (quantized, sharded, fused, selected, memory, graphs)]
+    sharded, communication = results.get(ShardedModel), results.get(CommunicationPlan)
+    made = [stage.decisions for stage in (quantized, sharded, fused, communication, selected, memory, graphs)]
     target = {} if isinstance(device, CpuDevice) else {"target": "cuda"}
     return target | {
         "format_version": FORMAT_VERSION,
@@ -70,6 +72,7 @@ def build_plan(
         "weights": _weights(selected, memory),
         "kernels": _kernels(device, selected),
         "memory": _memory(selected, memory, spec),
+        "communication": _communication(communication),
         "graphs": [
             {"name": entry.name, "phase": entry.phase, "rows": entry.rows, "launches": list(entry.launches)}
             for entry in graphs.lists
@@ -85,6 +88,9 @@ def _kernels(device: Device, selected: SelectedModel) -> Json:
     if isinstance(device, CpuDevice):
         return {"targets": list(device.targets), "table": table}
     built = [kernel for kernel in selected.kernels if isinstance(kernel, BuiltKernel)]
+    if not built:
+        assert isinstance(device, CudaDevice)
+        return {"targets": [device.arch], "table": table}
     versions = compiler_versions({kernel.kernel.language for kernel in built})
     targets = [arch for arch, _ in built[0].resources]
     needed = {"multiprocessors": selected.multiprocessors, "compilers": versions}
@@ -146,6 +152,7 @@ def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:
         "arena": memory.arena,
         "scratch": memory.scratch,
         "total": memory.total,
+        "context": memory.context,
         "capacity": memory.capacity,
         "max_sequences": memory.max_sequences,
         **_comm(selected, memory),
@@ -153,6 +160,7 @@ def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:
             "dtype": spec.serving.kv_dtype,
             "page_tokens": memory.page_tokens,
             "pages": memory.pages,
+            "tokens_that_fit": memory.tokens_that_fit,
             "bytes_per_token": selected.token_bytes(memory.page_tokens),
             "caches": [
                 {"name": c.name, "offset": offset, "page_bytes": c.page_bytes, "sequence_bytes": c.sequence_bytes}
@@ -193,6 +201,21 @@ def _comm(selected: SelectedModel, memory: MemoryPlan) -> Json:
     """How many ranks there are, and what each needs to exchange values; nothing for one."""
     ranks = selected.fused.sharded.mesh.count
     return {"comm": {"ranks": ranks, "buffer_bytes": memory.comm_buffer}} if ranks > 1 else {}
+
+
+def _communication(plan: CommunicationPlan) -> Json:
+    """The collectives of every launch list; there are none for one rank."""
+    link = {"link": {"gb_s": plan.link.gb_s, "latency_us": plan.link.latency_us}} if plan.link else {}
+    lists = [
+        {"phase": exchange.phase, "rows": exchange.rows, "collectives": list(map(_collective, exchange.collectives))}
+        for exchange in plan.exchanges
+    ]
+    return {"ranks": plan.ranks, **link, "lists": lists}
+
+
+def _collective(made: Collective) -> Json:
+    said = {"kind": made.kind, "columns": made.columns, "count": made.count, "bytes": made.nbytes}
+    return said | {"algorithm": made.algorithm} | ({} if made.us is None else {"us": round(made.us, 3)})
 
 
 def add_errors(plan: Json, ranks: Sequence[Mapping[str, ConversionErrors]]) -> Json:

@@ -103,6 +103,33 @@ class Read(Recipe):
 
 
 @dataclass(frozen=True)
+class Planned(Recipe):
+    """A weight of a checkpoint that is not there, by the name of its slot. It can be planned with, and not emitted."""
+
+    op = "planned"
+    slot: str
+    slot_shape: tuple[int, ...]
+    slot_format: str
+
+    def __post_init__(self) -> None:
+        FORMATS[self.slot_format].row_bytes(self.slot_shape[-1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The slot's shape."""
+        return self.slot_shape
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint is said to hold."""
+        return self.slot_format
+
+    def to_json(self) -> Json:
+        """Name, shape and format of the slot."""
+        return {"op": self.op, "slot": self.slot, "shape": list(self.shape), "format": self.format}
+
+
+@dataclass(frozen=True)
 class Rows(Recipe):
     """Rows [start, stop) of the input."""
 

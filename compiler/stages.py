@@ -6,8 +6,9 @@ A pass maps earlier stages to a later one; the pipeline runs ``check`` on every 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tapeout.compiler.capture import check_capture
@@ -15,6 +16,8 @@ from tapeout.compiler.ir import Graph, check_graph
 from tapeout.compiler.kernels.cuda.base import GpuKernel, Resources
 from tapeout.compiler.partition.axes import Mesh
 from tapeout.compiler.recipes import Recipe
+from tapeout.compiler.spec import Link
+from tapeout.runtime.errors import TapeoutError
 
 Evidence = tuple[tuple[str, int | float | str], ...]
 
@@ -42,9 +45,23 @@ class Decision:
         }
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What the passes run for: an artifact, or a plan to look at, which may also be of what no kernel serves yet."""
+
+    plan_only: bool = False
+
+
 def generalize(name: str) -> str:
     """A name with its layer number replaced by ``*``, under which equal decisions of many layers are one."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def check_rule(where: str, glob: str, weights: Sequence[str]) -> None:
+    """Raises TapeoutError for a rule that names no weight, which is a mistake, most likely a misspelt glob."""
+    if not any(fnmatchcase(name, glob) for name in weights):
+        known = ", ".join(dict.fromkeys(generalize(name) for name in weights))
+        raise TapeoutError(f"{where} {glob} matches no weight; weights are {known}")
 
 
 @dataclass(frozen=True)
@@ -134,6 +151,37 @@ class FusedModel:
         """The program is still well formed and every fused weight has the shape its op needs."""
         check_graph(self.graph)
         _check_ranks(self.graph, self.ranks, self.sharded.mesh)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` equal collectives of a step: columns of the result, its bytes, and the predicted time of one in us."""
+
+    kind: str
+    columns: int
+    count: int
+    nbytes: int
+    algorithm: str
+    us: float | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks hand to one another in one launch list."""
+
+    phase: str
+    rows: int
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class CommunicationPlan:
+    """All collectives. ``link`` is what they have to pass on GPUs; nothing for one rank."""
+
+    ranks: int
+    link: Link | None
+    exchanges: tuple[Exchange, ...]
+    decisions: tuple[Decision, ...]
 
 
 def _check_ranks(graph: Graph, ranks: tuple[Recipes, ...], mesh: Mesh) -> None:
@@ -458,6 +506,10 @@ class MemoryPlan:
     step_offset: int | None = None
     comm_buffer: int = 0
     """Of one rank, of two that it uses in turn; 0 where there is one rank."""
+    context: int = 0
+    """What the device's driver takes for itself, beside the plan; ``capacity`` is without it."""
+    tokens_that_fit: int = 0
+    """Tokens that the pool could hold if it took all of ``capacity`` that nothing else needs; 0 for no pages."""
 
     @property
     def total(self) -> int:

@@ -11,6 +11,7 @@ from tapeout.passes.assign_formats import assign_formats
 from tapeout.passes.fuse_weights import fuse_weights
 from tapeout.passes.ingest import ingest
 from tapeout.passes.partition import partition
+from tapeout.passes.plan_communication import plan_communication
 from tapeout.passes.plan_graphs import plan_graphs
 from tapeout.passes.plan_memory import plan_memory
 from tapeout.passes.select_kernels import select_kernels
@@ -20,7 +21,8 @@ PIPELINE = Pipeline(
     assign_formats,  # LogicalModel, Quantization -> QuantizedModel
     partition,  # QuantizedModel, Topology -> ShardedModel
     fuse_weights,  # ShardedModel -> FusedModel
-    select_kernels,  # FusedModel, Device, Serving -> SelectedModel
+    plan_communication,  # FusedModel, Device, Topology, Serving -> CommunicationPlan
+    select_kernels,  # FusedModel, Device, Topology, Serving -> SelectedModel
     plan_memory,  # SelectedModel, Device, Topology, Serving -> MemoryPlan
     plan_graphs,  # SelectedModel, MemoryPlan -> GraphPlan
 )

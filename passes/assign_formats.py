@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.recipes import Convert, Recipe, stored_format
 from tapeout.compiler.spec import Quantization
-from tapeout.compiler.stages import Conversion, Decision, LogicalModel, QuantizedModel, generalize, merge_decisions
+from tapeout.compiler.stages import Conversion, Decision, LogicalModel, QuantizedModel, check_rule, merge_decisions
 from tapeout.runtime.errors import TapeoutError
 
 # What a default gives way to where its blocks do not divide a row: the smallest that is at least as exact.
@@ -58,9 +56,7 @@ def _check_rules(logical: LogicalModel, quantization: Quantization) -> None:
     """A rule that names no weight is a mistake, most likely a misspelt glob."""
     matrices = [name for name, recipe in logical.recipes if len(recipe.shape) == 2]
     for index, rule in enumerate(quantization.rules):
-        if not any(fnmatchcase(name, rule.match) for name in matrices):
-            known = ", ".join(dict.fromkeys(generalize(name) for name in matrices))
-            raise TapeoutError(f"quantization.rules[{index}] {rule.match} matches no weight; weights are {known}")
+        check_rule(f"quantization.rules[{index}]", rule.match, matrices)
 
 
 def _choose(name: str, recipe: Recipe, wanted: str, rule: str, quantization: Quantization) -> Decision:

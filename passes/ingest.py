@@ -6,27 +6,37 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tapeout.compiler.checkpoints import Checkpoint
+from tapeout.compiler.checkpoints import CONFIG, Checkpoint
+from tapeout.compiler.checkpoints.quantization_config import quantization_config
 from tapeout.compiler.checkpoints.quantized import weights_of
+from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.guards import is_list
-from tapeout.compiler.ir import Builder, Weight
+from tapeout.compiler.ir import Builder, Graph, Weight
 from tapeout.compiler.models import find_family
 from tapeout.compiler.models.base import Config, Family, Sources
-from tapeout.compiler.recipes import Convert, Divide, Recipe, joined
-from tapeout.compiler.spec import Model
-from tapeout.compiler.stages import LogicalModel
+from tapeout.compiler.recipes import Convert, Divide, Planned, Recipe, joined
+from tapeout.compiler.spec import Model, Stored
+from tapeout.compiler.stages import LogicalModel, check_rule
 from tapeout.runtime.errors import TapeoutError
 
 
 def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
-    """Parse the config, write down the forward pass, and fill every weight slot from exactly one tensor."""
+    """Parse the config, write down the forward pass, and fill every weight slot from exactly one tensor.
+
+    Where there is a config alone, slots get what ``model.stored`` says that its checkpoint will hold.
+    """
     family = find_family(_architectures(model, checkpoint), str(checkpoint.path))
     config, sources = _parse(family, checkpoint)
     _check_scale(config, checkpoint)
-    builder = Builder()
+    builder, constants = Builder(), dict(family.constants(config))
     graph = builder.graph(family.forward(config, builder))
-    filler = _Filler(family, sources, checkpoint, dict(family.constants(config)))
-    recipes = tuple((slot.name, filler.fill(slot)) for slot in graph.weights)
+    ignored: tuple[tuple[str, str], ...] = ()
+    if checkpoint.container == CONFIG:
+        recipes = _planned(graph, constants, checkpoint, model.stored)
+    else:
+        filler = _Filler(family, sources, checkpoint, constants)
+        recipes = tuple((slot.name, filler.fill(slot)) for slot in graph.weights)
+        ignored = tuple(filler.leftovers(config.tied))
     return LogicalModel(
         family=family.name,
         name=model.name or _own_name(checkpoint),
@@ -35,10 +45,36 @@ def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
         recipes=recipes,
         container=checkpoint.container,
         tensors=len(checkpoint.tensors),
-        ignored=tuple(filler.leftovers(config.tied)),
+        ignored=ignored,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
     )
+
+
+def _planned(
+    graph: Graph, constants: Mapping[str, Recipe], checkpoint: Checkpoint, stored: Stored | None
+) -> tuple[tuple[str, Recipe], ...]:
+    """Every slot as the checkpoint is said to hold it. Raises TapeoutError where nobody says so."""
+    if stored is None and quantization_config(checkpoint) is not None:
+        raise TapeoutError(
+            f"{checkpoint.path}: quantization_config says that weights are quantized, and a config alone does not say "
+            "which; model.stored lists their formats"
+        )
+    stored = stored or Stored()
+    matrices = [slot.name for slot in graph.weights if len(slot.shape) == 2]
+    for index, rule in enumerate(stored.rules):
+        check_rule(f"model.stored.rules[{index}]", rule.match, matrices)
+    return tuple((slot.name, constants.get(slot.name) or _one_planned(slot, stored)) for slot in graph.weights)
+
+
+def _one_planned(slot: Weight, stored: Stored) -> Recipe:
+    format = stored.format_for(slot.name) if len(slot.shape) == 2 else "f32"
+    if slot.shape[-1] % FORMATS[format].block and len(slot.shape) == 2:
+        raise TapeoutError(
+            f"model.stored: {slot.name} has rows of {slot.shape[1]}, which are not whole blocks of {format} "
+            f"({FORMATS[format].block} each); a rule can give it another format"
+        )
+    return Planned(slot.name, slot.shape, format)
 
 
 def _architectures(model: Model, checkpoint: Checkpoint) -> list[str]:
@@ -65,7 +101,15 @@ def _parse(family: Family, checkpoint: Checkpoint) -> tuple[Any, Sources]:
 
 
 def _check_scale(config: Config, checkpoint: Checkpoint) -> None:
-    """A config far beyond its tensors is refused before a program of its size is built."""
+    """A config far beyond its tensors, or any that there are, is refused before a program of its size is built."""
+    if checkpoint.container == CONFIG:
+        for what, claimed, most in (("layers", config.layers, 1024), ("channels a head", config.head_dim, 1 << 16)):
+            if claimed > most:
+                raise TapeoutError(
+                    f"{checkpoint.path}: the config says {claimed} {what}; without a checkpoint that bears it out, "
+                    f"at most {most} are believed"
+                )
+        return
     extent = max((max(info.shape, default=0) for info in checkpoint.tensors.values()), default=0)
     claims = ("layers", config.layers, len(checkpoint.tensors)), ("channels a head", config.head_dim, extent)
     for what, claimed, most in claims:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from tapeout.compiler.devices import CpuDevice, Device
+from tapeout.compiler.devices import CpuDevice, CudaDevice, Device
 from tapeout.compiler.layouts import LINE, PAGE, PLANE, plan_offsets
 from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import (
@@ -21,14 +22,16 @@ from tapeout.compiler.stages import (
     SelectedModel,
     WeightPlace,
 )
+from tapeout.runtime.backend import FLOAT_BYTES
 from tapeout.runtime.errors import TapeoutError
 
 COLLECTIVES = frozenset(("all_reduce", "all_gather"))
 SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
+GIB = 2**30
 
 
 def plan_memory(selected: SelectedModel, device: Device, topology: Topology, serving: Serving) -> MemoryPlan:
-    """Place everything. Raises TapeoutError with the longest context that fits when the device is too small."""
+    """Place everything. Raises TapeoutError when the device is too small, with what would fit."""
     context = serving.context_for(selected.fused.logical.max_context)
     most = max(program.held for program in selected.programs if program.phase != "head")
     pinned, start = _place_pinned(selected.buffers, most)
@@ -37,12 +40,13 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
     ends = list(accumulate(_round(_cache_bytes(cache, pages, serving), PAGE) for cache in selected.caches))
+    own = device.context if isinstance(device, CudaDevice) else 0
     plan = MemoryPlan(
         weights=sum(place.nbytes for place in places),
         kv_pool=ends[-1],
         arena=_round(max(p.offset + p.nbytes for graph in graphs for p in graph.placements), PAGE),
         scratch=SCRATCH * device.threads if isinstance(device, CpuDevice) else 0,
-        capacity=(topology.memory or device.memory) - serving.headroom,
+        capacity=serving.share_of(topology.memory or device.memory) - own,
         max_context=context,
         max_sequences=serving.max_sequences,
         page_tokens=serving.page_tokens,
@@ -53,15 +57,19 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
         comm_buffer=_comm_buffer(selected),
         decisions=_decide(selected, serving, context),
         step_offset=pinned[STEP][0] if selected.step else None,
+        context=own,
     )
-    _refuse_if_too_large(plan, selected, serving)
+    plan = replace(plan, tokens_that_fit=_tokens_that_fit(plan, selected))
+    if plan.total > plan.capacity:
+        raise _too_large(plan, selected, serving, topology.memory or device.memory)
     return plan
 
 
 def _comm_buffer(selected: SelectedModel) -> int:
     """Bytes that a rank of several needs to hand its part of the largest collective to the others; 0 for one."""
+    kinds = {buffer.name: buffer.kind for buffer in selected.buffers}
     sizes = [
-        4 * program.held * columns
+        FLOAT_BYTES[kinds[launch.reads[0]]] * program.held * columns
         for program in selected.programs
         for launch in program.launches
         if launch.kernel in COLLECTIVES
@@ -135,24 +143,48 @@ def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[De
                      "serving.kv_dtype and serving.page_tokens", ((other, why),), evidence),)  # fmt: skip
 
 
-def _refuse_if_too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving) -> None:
-    if plan.total <= plan.capacity:
-        return
-    fixed = plan.total - plan.kv_pool
-    page = sum(cache.page_bytes for cache in selected.caches) * serving.max_sequences
-    state = sum(cache.sequence_bytes for cache in selected.caches) * serving.max_sequences
-    # Whole pages, and a page of rounding a cache.
-    room = plan.capacity - fixed - state - PAGE * len(selected.caches)
-    fits = max(room, 0) // page * serving.page_tokens if page else 0
+def _tokens_that_fit(plan: MemoryPlan, selected: SelectedModel) -> int:
+    """Whole pages in what the rest leaves of the capacity, with a page of rounding a cache."""
+    page = sum(cache.page_bytes for cache in selected.caches)
+    state = sum(cache.sequence_bytes for cache in selected.caches) * plan.max_sequences
+    room = plan.capacity - (plan.total - plan.kv_pool) - state - PAGE * len(selected.caches)
+    return max(room, 0) // page * plan.page_tokens if page else 0
+
+
+def _too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving, memory: int) -> TapeoutError:
+    """What does not fit, and what would: a shorter context, a larger share of the memory, or more of it."""
+    ranks = selected.fused.sharded.mesh.count
+    fits = plan.tokens_that_fit // plan.max_sequences // plan.page_tokens * plan.page_tokens
+    parts = [("weights", plan.weights), ("KV pool", plan.kv_pool), ("arena", plan.arena), ("scratch", plan.scratch)]
+    parts += [("communication", 2 * plan.comm_buffer)] if ranks > 1 else []
     needs = (
-        f"weights {plan.weights:,} + KV pool {plan.kv_pool:,} + arena {plan.arena:,} + scratch {plan.scratch:,} bytes "
-        f"need {plan.total:,}, but {plan.capacity:,} are there after serving.headroom"
+        f"{f'on each of {ranks} ranks ' if ranks > 1 else ''}{' + '.join(f'{name} {size:,}' for name, size in parts)} "
+        f"bytes need {plan.total:,}, but {max(plan.capacity, 0):,} are there {_limit(plan, serving, memory)}"
     )
     if fits > 0:
-        raise TapeoutError(
+        return TapeoutError(
             f"serving.max_context {plan.max_context} with max_sequences {plan.max_sequences} does not fit in "
             f"memory: {needs}; the longest context that fits is {fits}"
         )
-    raise TapeoutError(
-        f"the model does not fit in memory at any context: {needs}; raise topology.memory or use smaller formats"
+    more = "topology.count, topology.memory" if ranks > 1 else "topology.memory"
+    return TapeoutError(
+        f"the model does not fit in memory at any context: {needs}; raise {more} or use smaller formats"
     )
+
+
+def _limit(plan: MemoryPlan, serving: Serving, memory: int) -> str:
+    """What the capacity follows from, and the share of the memory that would do."""
+    fraction = serving.memory_fraction
+    if fraction is None:
+        return "after serving.headroom"
+    left = kv_room(memory, plan.total - plan.kv_pool + plan.context, fraction)
+    said = (
+        f"at serving.memory_fraction {fraction:g} of {memory / GIB:.2f} GiB, which leaves {left / GIB:.2f} GiB for KV"
+    )
+    least = -(-100 * (plan.total + plan.context) // memory) / 100
+    return f"{said}; the smallest that holds it is {least:g}" if least <= 1 else said
+
+
+def kv_room(memory: int, rest: int, fraction: float) -> float:
+    """Bytes for KV when a process may take ``fraction`` of ``memory`` and everything else needs ``rest`` of it."""
+    return fraction * memory - rest

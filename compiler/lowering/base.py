@@ -13,7 +13,6 @@ from tapeout.runtime.errors import TapeoutError
 
 HIDDEN = "hidden"
 SPLIT_ROWS = 8  # steps of more rows keep all threads busy without splitting a row over its keys
-KV_BYTES = {"f16": 2, "f32": 4}
 _ATTENDS = frozenset(("rope", "attention", "latent_attention", "sparse_latent_attention", "index_select",
                       "window_attention", "compressed_attention", "sparse_compressed_attention",
                       "select_entries"))  # fmt: skip
@@ -33,12 +32,16 @@ def packed(fused: FusedModel, layouts: dict[str, str]) -> tuple[PackedWeight, ..
     return tuple(sorted(weights, key=lambda weight: len(weight.recipe.shape) == 1))
 
 
+class UnservedError(TapeoutError):
+    """No kernel of the target serves an op or a number format of the program."""
+
+
 def check_formats(fused: FusedModel, target: str, holds: Callable[[str], bool]) -> None:
-    """Raises TapeoutError naming the first matrix whose format no kernel of the target (CPU or GPU) reads."""
+    """Raises UnservedError naming the first matrix whose format no kernel of the target (CPU or GPU) reads."""
     for name, recipe in fused.recipes:
         if len(recipe.shape) == 2 and not holds(recipe.format):
             served = ", ".join(known for known in FORMATS if holds(known))
-            raise TapeoutError(
+            raise UnservedError(
                 f"{name}: no {target} kernel serves {recipe.format}; quantization.default or a rule can convert it, "
                 f"with allow_requantize true, best to q8_0; those that it could be are {served}"
             )

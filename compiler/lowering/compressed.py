@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import compressed, experts, latent
-from tapeout.compiler.lowering.base import KV_BYTES, SPLIT_ROWS
+from tapeout.compiler.lowering.base import SPLIT_ROWS
 from tapeout.compiler.lowering.experts import dispatch
 from tapeout.compiler.stages import Arg, Buffer, KvRef, Produced, SizeOf, Span, WeightRef
 from tapeout.runtime.errors import TapeoutError
@@ -87,8 +87,7 @@ def compress(lowering: CpuLowering, op: Op) -> None:
     if g != Span(x.buffer, x.column + columns // 2):
         raise TapeoutError(f"{op.name}: the CPU kernel needs c and its gate side by side, c first")
     dtype, page_tokens = lowering.serving.kv_dtype, lowering.serving.page_tokens
-    entries = lowering.cache(op.name, -(-page_tokens // ratio) * op.width * KV_BYTES[dtype])
-    ring = lowering.cache(f"{op.name}.window", 0, 4 * slots * columns)
+    entries, ring = lowering.caches_for(op)
     y = lowering.place[op.name] = lowering.f32_buffer(op.name, op.width)
     weights = tuple(WeightRef(name) for name in op.weights)
     shape = (op.width, ratio, overlap, rotated, page_tokens, op.number("eps"))
@@ -138,7 +137,7 @@ def attention(lowering: CpuLowering, op: Op) -> None:
             f"{op.name}: heads of {width} channels; the CPU kernel takes a multiple of 16, at most "
             f"{compressed.MAX_HEAD_DIM}, and all heads of a row side by side"
         )
-    ring = lowering.cache(f"{op.name}.window", 0, 4 * window * width)
+    (ring,) = lowering.caches_for(op)
     entries: tuple[Arg, int] = (_entries(lowering, others[0]), op.integer("ratio")) if others else (0, 0)
     selection = [lowering.place[name] for name in others[1:]]
     selected: tuple[Arg, Arg] = (selection[0], lowering.width(others[1])) if selection else (0, 0)

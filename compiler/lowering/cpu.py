@@ -12,7 +12,6 @@ from tapeout.compiler.layouts import TILE_ROWS, packed_bytes, tile16_holds
 from tapeout.compiler.lowering import collectives, compressed, experts, latent
 from tapeout.compiler.lowering.base import (
     HIDDEN,
-    KV_BYTES,
     SPLIT_ROWS,
     Lowering,
     check_formats,
@@ -20,6 +19,7 @@ from tapeout.compiler.lowering.base import (
     packed,
 )
 from tapeout.compiler.lowering.buckets import cpu_buckets
+from tapeout.compiler.lowering.caches import caches_of
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
     Arg,
@@ -123,10 +123,11 @@ class CpuLowering(Lowering):
             handler(self, op)
             self.done.add(op.name)
 
-    def cache(self, name: str, page_bytes: int, sequence_bytes: int = 0) -> KvRef:
-        """A new cache of the KV pool."""
-        self.caches.append(Cache(name, page_bytes, sequence_bytes))
-        return KvRef(len(self.caches) - 1)
+    def caches_for(self, op: Op) -> tuple[KvRef, ...]:
+        """New caches of the KV pool: those of an op."""
+        first = len(self.caches)
+        self.caches += caches_of(op, self.serving, self.width)
+        return tuple(KvRef(index) for index in range(first, len(self.caches)))
 
     def emit(
         self,
@@ -274,11 +275,9 @@ class CpuLowering(Lowering):
         before = (self.producer[rope.inputs[0]] for rope in rotated)
         eps = head_norm_eps(op, [source for source in before if source.kind == "rmsnorm"])
         v, table = self.place[op.inputs[2]], self._table(rotated[0])
-        layer, dtype = op.integer("layer"), self.serving.kv_dtype
+        dtype, (kv,) = self.serving.kv_dtype, self.caches_for(op)
         heads, kv_heads, head_dim = op.integer("heads"), op.integer("kv_heads"), op.integer("head_dim")
         shape = (heads, kv_heads, head_dim, self.serving.page_tokens)
-        size = 2 * kv_heads * head_dim * KV_BYTES[dtype]
-        kv = self.cache(f"layer.{layer}", self.serving.page_tokens * size)
         write = (q, self.stride(q), k, self.stride(k), v, self.stride(v), table, kv, *shape, q_norm, k_norm, eps)
         self.emit(simple.rope_kv(dtype), op, write, (q, k, v, table), (q,))
         y = self.place[op.name] = self.f32_buffer(op.name, op.width)

@@ -17,8 +17,9 @@ from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels.cuda import attention, gemv, linear, small
 from tapeout.compiler.kernels.cuda.base import ADD, FLOAT_BYTES, GATED, STORE, Candidate
 from tapeout.compiler.layouts import planes_hold
-from tapeout.compiler.lowering.base import HIDDEN, Lowering, check_formats, head_norm_eps, packed
+from tapeout.compiler.lowering.base import HIDDEN, Lowering, UnservedError, check_formats, head_norm_eps, packed
 from tapeout.compiler.lowering.buckets import HEAD_ROWS, cuda_buckets
+from tapeout.compiler.lowering.caches import caches_of
 from tapeout.compiler.lowering.choice import Choices, KernelBuilder, Pending
 from tapeout.compiler.spec import Serving
 from tapeout.compiler.stages import (
@@ -26,7 +27,6 @@ from tapeout.compiler.stages import (
     STEP,
     Arg,
     Buffer,
-    Cache,
     FusedModel,
     KvRef,
     Produced,
@@ -55,7 +55,7 @@ def lower_cuda(
     device, devices = least(named), one_an_architecture(named)
     if serving.kv_dtype != "f16":
         raise TapeoutError(f"serving.kv_dtype is {serving.kv_dtype}, but the GPU kernels cache f16; set it to f16")
-    context = serving.context_for(fused.logical.max_context)
+    context, widths = serving.context_for(fused.logical.max_context), fused.graph.widths
     buckets = cuda_buckets(serving, context)
     shared = _Shared(fused, device, serving, context, _step_layout(buckets, serving, context))
     drafts = [_lower_bucket(shared, phase, rows) for phase, rows in buckets]
@@ -71,9 +71,7 @@ def lower_cuda(
             Program(d.phase, d.rows, tuple(choices.launch(p) for p in d.launches), d.capacity) for d in drafts
         ),
         logits=shared.logits,
-        caches=tuple(
-            Cache(f"layer.{layer}", serving.page_tokens * size) for layer, size in sorted(shared.layers.items())
-        ),
+        caches=tuple(cache for op in fused.graph.ops for cache in caches_of(op, serving, widths.__getitem__)),
         decisions=merge_decisions(choices.decisions),
         step=shared.step,
         multiprocessors=device.sm_count,
@@ -87,7 +85,7 @@ def _refuse_unserved(fused: FusedModel) -> None:
     for op in fused.graph.ops:
         plain = op.kind in served and not (op.kind == "attention" and op.weights)
         if not plain or (op.kind == "gated" and (op.number("limit") or op.attr("act") not in GATED)):
-            raise TapeoutError(
+            raise UnservedError(
                 f"{op.name}: no GPU kernel serves this {op.kind} yet; topology.device cpu does, and GPUs serve "
                 "the dense families without attention sinks"
             )
@@ -113,7 +111,6 @@ class _Shared:
     context: int
     step: StepLayout
     buffers: dict[str, Buffer] = field(default_factory=dict[str, Buffer])
-    layers: dict[int, int] = field(default_factory=dict[int, int])
     logits: str = ""
 
     def __post_init__(self) -> None:
@@ -368,7 +365,6 @@ class _BucketLowering(Lowering):
     def _attention(self, op: Op) -> None:
         taken = _AttentionInput.of(self, op)
         shape = self._attention_shape(op, taken)
-        self.shared.layers[op.integer("layer")] = 2 * shape.kv_heads * shape.head_dim * FLOAT_BYTES["f16"]
         kind = self.reader_type(op.name)
         y = self.place[op.name] = self.buffer(op.name, op.width, kind)
         produces = (Produced(op.name, 0, op.width),)

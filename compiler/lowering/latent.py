@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from tapeout.compiler.ir import Op
 from tapeout.compiler.kernels import grouped, latent, linear, simple
 from tapeout.compiler.layouts import TILE_ROWS
-from tapeout.compiler.lowering.base import KV_BYTES, SPLIT_ROWS
+from tapeout.compiler.lowering.base import SPLIT_ROWS
+from tapeout.compiler.lowering.caches import KV_BYTES
 from tapeout.compiler.stages import (
     Arg,
     Buffer,
@@ -153,7 +154,7 @@ def _write_keys(lowering: CpuLowering, op: Op, width: int, rope: int) -> KvRef:
             f"{latent.MAX_LATENT} latent and {latent.MAX_KEY} together"
         )
     dtype, page_tokens = lowering.serving.kv_dtype, lowering.serving.page_tokens
-    kv = lowering.cache(f"layer.{op.integer('layer')}", page_tokens * (width + rope) * KV_BYTES[dtype])
+    (kv,) = lowering.caches_for(op)
     c, k_rope = (lowering.place[name] for name in op.inputs[2:4])
     write = (c, lowering.stride(c), k_rope, lowering.stride(k_rope), kv, width, rope, page_tokens)
     lowering.emit(latent.latent_kv(dtype), op, write, (c, k_rope), ())
@@ -174,7 +175,7 @@ def index_select(lowering: CpuLowering, op: Op) -> None:
             f"most {latent.MAX_INDEX_HEADS} heads, {latent.MAX_INDEX_QUERIES} channels in all, {latent.MAX_TOP_K} keys"
         )
     dtype, page_tokens = lowering.serving.kv_dtype, lowering.serving.page_tokens
-    kv = lowering.cache(f"layer.{op.integer('layer')}.index", page_tokens * head_dim * KV_BYTES[dtype])
+    (kv,) = lowering.caches_for(op)
     q, k, weights = (lowering.place[name] for name in op.inputs)
     write = (k, lowering.stride(k), kv, head_dim, page_tokens)
     lowering.emit(latent.index_kv(dtype), op, write, (k,), ())

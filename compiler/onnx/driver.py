@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tapeout.compiler.artifact import canonical_json
-from tapeout.compiler.checkpoints import open_checkpoint
+from tapeout.compiler.checkpoints import Checkpoint, open_source, require_weights
 from tapeout.compiler.checkpoints.onnx import MODEL
-from tapeout.compiler.checkpoints.source import resolve_source
 from tapeout.compiler.emit.evaluate import Evaluator
 from tapeout.compiler.emit.native import load_native
 from tapeout.compiler.environment import Environment
@@ -39,7 +38,8 @@ def export_onnx(
     """
     if output.exists():
         raise TapeoutError(f"{output}: exists already; choose another folder for the ONNX model")
-    evaluator, logical = open_model(resolve_source(spec.model.source, base or Path.cwd()), spec.model)
+    checkpoint = open_source(spec.model.source, spec.model.config, base or Path.cwd())
+    evaluator, logical = open_model(require_weights(checkpoint), spec.model)
     quantized = assign_formats(logical, spec.quantization)
     model, writer = program_model(logical.graph, _metadata(spec, logical))
     weights = {writer.weight(slot): recipe for slot, recipe in quantized.recipes}
@@ -66,9 +66,8 @@ def load_any_spec(path: Path, overrides: Sequence[str], source: str | None = Non
     return spec.model_copy(update={"model": spec.model.model_copy(update={"source": source})}) if source else spec
 
 
-def open_model(path: Path, section: Model) -> tuple[Evaluator, LogicalModel]:
+def open_model(checkpoint: Checkpoint, section: Model) -> tuple[Evaluator, LogicalModel]:
     """A checkpoint as a logical model, and what evaluates its recipes."""
-    checkpoint = open_checkpoint(path)
     native = load_native(Environment.read().cache / "emit")
     return Evaluator(checkpoint, native), ingest(section, checkpoint)
 

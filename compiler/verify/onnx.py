@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tapeout.compiler.checkpoints import open_checkpoint
 from tapeout.compiler.emit.evaluate import Evaluator
 from tapeout.compiler.ir import Graph, Op
 from tapeout.compiler.onnx.driver import open_model
@@ -34,7 +35,7 @@ class OnnxReference:
     @classmethod
     def open(cls, path: Path, section: Model) -> OnnxReference:
         """From a checkpoint and the section ``model`` of a spec. Raises TapeoutError."""
-        evaluator, logical = open_model(path, section)
+        evaluator, logical = open_model(open_checkpoint(path), section)
         return cls(evaluator, logical.graph, dict(logical.recipes))
 
     def knows(self, op: str) -> bool:

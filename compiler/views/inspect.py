@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tapeout.compiler.views.kinds import bytes_by_kind
 from tapeout.compiler.views.launches import graph_tables
 from tapeout.compiler.views.plan_file import Plan, param_names
 from tapeout.compiler.views.tables import console, heading, table
@@ -27,6 +28,12 @@ def print_summary(plan: Plan, out: Console | None = None) -> None:
     ranks = plan["memory"].get("comm", {"ranks": 1})["ranks"]
     title = f"Memory of each of {ranks} ranks" if ranks > 1 else "Memory"
     _section(out, title, table(("", "", "", ""), _memory_rows(plan), right=(1, 2)))
+    if len(kinds := bytes_by_kind(plan)) > 1:
+        rows = [(kind, size(count), f"{count:,} B", _bar(count, sum(kinds.values()))) for kind, count in kinds.items()]
+        _section(out, f"Weights{' of a rank' if ranks > 1 else ''}", table(("", "", "", ""), rows, right=(1, 2)))
+    if plan.get("communication", {}).get("lists"):
+        columns = ("list", "collective", "times", "bytes", "algorithm", "predicted")
+        _section(out, "Collectives", table(columns, _collective_rows(plan), right=(2, 3, 5)))
     columns = ("format", "weights", "parameters", "bytes", "bits/weight", "share")
     _section(out, "Formats", table(columns, _format_rows(plan), right=range(1, 6)))
 
@@ -57,12 +64,12 @@ def model_rows(plan: Plan) -> list[tuple[str, str]]:
     rows = [
         ("model", f"{model['name']} ({model['family']})"),
         ("parameters", f"{model['parameters']:,}, vocabulary of {model['vocab_size']:,}"),
-        ("source", spec["model"]["source"]),
+        ("source", spec["model"]["source"] or "a config alone, in the spec"),
         ("device", f"{spec['topology']['count']} × {spec['topology']['device']}"),
         ("context", f"{context:,} tokens, {serving['max_sequences']} at a time"),
         ("KV pages", _kv_line(kv)),
     ]
-    if "checkpoint" in plan:
+    if plan.get("checkpoint", {}).get("tensors"):
         rows.insert(3, ("checkpoint", _checkpoint_line(plan["checkpoint"])))
     return rows
 
@@ -77,14 +84,28 @@ def _checkpoint_line(checkpoint: Plan) -> str:
 
 
 def _kv_line(kv: Plan) -> str:
-    return f"{kv['pages']} of {kv['page_tokens']} tokens in {kv['dtype']}, {kv['bytes_per_token']:,} bytes a token"
+    line = f"{kv['pages']} of {kv['page_tokens']} tokens in {kv['dtype']}, {kv['bytes_per_token']:,} bytes a token"
+    fit = kv.get("tokens_that_fit", 0)
+    return f"{line}; {fit:,} tokens would fit" if fit else line
+
+
+def _collective_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Those of every list, with the time of a list at the end of its first row."""
+    rows: list[tuple[str, ...]] = []
+    for entry in plan["communication"]["lists"]:
+        for made in entry["collectives"]:
+            name = f"{entry['phase']}.{entry['rows']}"
+            us = f"{made['count'] * made['us']:,.0f} us" if "us" in made else ""
+            rows.append((name, made["kind"], f"{made['count']}", f"{made['bytes']:,}", made["algorithm"], us))
+    return rows
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     memory = plan["memory"]
     total, capacity = memory["total"], memory["capacity"]
     parts = [(name.replace("_", " "), memory[name]) for name in ("weights", "kv_pool", "arena", "scratch")]
-    rows = [(name, size(count), f"{count:,} B", _bar(count, total)) for name, count in parts]
+    parts.append(("communication", total - sum(count for _, count in parts)))
+    rows = [(name, size(count), f"{count:,} B", _bar(count, total)) for name, count in parts if count]
     percent = f"{total / capacity:.1%} of {size(capacity)}".replace("%", " %") if capacity else ""
     return [*rows, ("total", size(total), f"{total:,} B", percent)]
 

@@ -19,13 +19,14 @@ def load_plan(path: Path) -> Plan:
     """The plan of an artifact. Raises TapeoutError when there is none, it is damaged, or it is of a newer format."""
     file = path / "plan.json" if path.is_dir() else path
     try:
-        plan: Any = json.loads(file.read_bytes())
+        text = file.read_bytes()
+        if path.is_dir() and (path / MANIFEST).is_file():
+            parse_manifest(path).verify([file.name])
+        plan: Any = json.loads(text)
     except OSError as error:
         raise TapeoutError(f"{file}: {error.strerror}; give an artifact folder or its plan.json") from error
     except (ValueError, RecursionError) as error:
         raise TapeoutError(f"{file}: not a plan: {error}") from error
-    if path.is_dir() and (path / MANIFEST).is_file():
-        parse_manifest(path).verify([file.name])
     if not is_mapping(plan) or "format_version" not in plan:
         raise TapeoutError(f"{file}: not a plan: it has no format_version")
     if plan["format_version"] != FORMAT_VERSION:

@@ -131,7 +131,7 @@ def test_another_max_sequences_runs_no_pass_about_weights(tmp_path: Path) -> Non
     )
     same = run_passes(spec(checkpoint.path), device, checkpoint, KernelBuilder(tmp_path), memo, SilentProgress())
     assert first.reused == () and second.reused == ("ingest", "assign_formats", "partition", "fuse_weights")
-    assert len(same.reused) == 7
+    assert len(same.reused) == 8
 
 
 def test_one_rule_builds_one_kind_of_weight(tmp_path: Path) -> None:

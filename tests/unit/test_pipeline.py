@@ -101,6 +101,7 @@ def test_the_real_pipeline_reads_in_the_designed_order() -> None:
         "assign_formats",
         "partition",
         "fuse_weights",
+        "plan_communication",
         "select_kernels",
         "plan_memory",
         "plan_graphs",

@@ -20,11 +20,12 @@ from tapeout.compiler.devices import load_device
 from tapeout.compiler.plan import build_plan
 from tapeout.compiler.report import render_report, write_report
 from tapeout.compiler.report.launches import bytes_of_list, launch_lists, reader_of
-from tapeout.compiler.report.memory import kind_of, ranks
+from tapeout.compiler.report.memory import ranks
 from tapeout.compiler.report.passes import draw
 from tapeout.compiler.report.recipes import describe
 from tapeout.compiler.report.weights import weight_groups
 from tapeout.compiler.spec import Model, Spec
+from tapeout.compiler.views.kinds import kind_of
 from tapeout.passes import PIPELINE
 from tapeout.runtime.errors import TapeoutError
 

@@ -33,13 +33,14 @@ def _error(path: Path, *overrides: str) -> str:
 def test_defaults_are_filled_in(write) -> None:
     spec = load_spec(write("model: {source: pypi:pkg/model.gguf}\n"))
     assert spec.resolved() == {
-        "model": {"source": "pypi:pkg/model.gguf", "name": None, "family": None},
+        "model": {"source": "pypi:pkg/model.gguf", "config": None, "stored": None, "name": None, "family": None},
         "quantization": {"default": "keep", "rules": [], "allow_requantize": True, "activations": "int8"},
         "topology": {
             "device": "cpu",
             "also": [],
             "count": 1,
             "memory": None,
+            "links": [],
             "parallel": {"tensor": None, "expert": 1},
         },
         "serving": {
@@ -50,6 +51,7 @@ def test_defaults_are_filled_in(write) -> None:
             "prefill_chunk": 256,
             "decode_buckets": None,
             "headroom": 256 * 2**20,
+            "memory_fraction": None,
         },
     }
 
@@ -129,7 +131,7 @@ FORMATS_TEXT = "keep, f32, f16, bf16, q4_0, q4_1,"
         ),
         (
             "model: {source: a, nme: x}",
-            "FILE:1: model.nme: unknown key; did you mean name? keys here: family, name, source",
+            "FILE:1: model.nme: unknown key; did you mean name? keys here: config, family, name, source, stored",
         ),
         (
             "model: {source: a}\ndraft: {}",
@@ -158,7 +160,7 @@ FORMATS_TEXT = "keep, f32, f16, bf16, q4_0, q4_1,"
             "model: {source: a}\nquantization:\n  rules:\n  - match: a",
             "FILE:4: quantization.rules[0].format: required, but missing",
         ),
-        ("model: {name: a}", "FILE:1: model.source: required, but missing"),
+        ("model: {name: a}", "FILE:1: model: needs source, or config for a plan without weights"),
         ("serving: {}", "FILE: model: required, but missing"),
         ("model: {source: 3}", "FILE:1: model.source: needs text, got 3 (an integer)"),
         ("model: {source: ''}", "FILE:1: model.source: must not be empty"),

@@ -39,6 +39,11 @@ arena      1.0 MiB   1,048,576 B  ███▋
 scratch  512.0 KiB     524,288 B  █▉
 total     10.9 MiB  11,460,864 B  0.1 % of 16.0 GiB
 
+Weights
+attention  1.3 MiB  1,382,400 B  ███████████████▍
+MLP        2.1 MiB  2,211,840 B  ████████████████████████▋
+vectors    2.2 KiB      2,304 B  ▏
+
 Formats
 format         weights  parameters    bytes  bits/weight  share
 q4_1                 8   5,750,784  3.4 MiB         5.00  99.9%

@@ -13,6 +13,7 @@ from tapeout.compiler.devices import Device, load_device
 from tapeout.compiler.lowering.choice import KernelBuilder
 from tapeout.compiler.pipeline import Results
 from tapeout.compiler.spec import Model, Quantization, Serving, Topology
+from tapeout.compiler.stages import Purpose
 from tapeout.passes import PIPELINE
 
 CONFIG: Mapping[str, Any] = {**small_model.CONFIG, "vocab_size": 128, "max_position_embeddings": 256}
@@ -62,4 +63,5 @@ def compile_tiny(
         topology or Topology(),
         device or load_device("cpu"),
         builder or KernelBuilder(Path("unused")),
+        Purpose(),
     )
