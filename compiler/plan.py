@@ -12,6 +12,7 @@ from tapeout.compiler.devices import CpuDevice, Device
 from tapeout.compiler.kernels.cuda.base import Resources
 from tapeout.compiler.kernels.cuda.toolchain import compiler_versions
 from tapeout.compiler.pipeline import Results
+from tapeout.compiler.recipes_table import RecipeTable
 from tapeout.compiler.spec import Spec
 from tapeout.compiler.stages import (
     BuiltKernel,
@@ -67,7 +68,7 @@ def build_plan(
         "quantization": [
             {"weight": c.weight, "from": c.source, "to": c.to, "rule": c.rule} for c in quantized.conversions
         ],
-        "weights": _weights(selected, memory),
+        **_weights(selected, memory),
         "kernels": _kernels(device, selected),
         "memory": _memory(selected, memory, spec),
         "graphs": [
@@ -122,8 +123,10 @@ def _model(logical: LogicalModel, memory: MemoryPlan) -> Json:
     }
 
 
-def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
-    return [
+def _weights(selected: SelectedModel, memory: MemoryPlan) -> Json:
+    """The weights, and the table of their recipes, in which each has one place a rank."""
+    table = RecipeTable()
+    weights = [
         {
             "name": weight.name,
             "shape": list(weight.recipe.shape),
@@ -132,11 +135,11 @@ def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
             "offset": place.offset,
             "bytes": place.nbytes,
             "axes": list(weight.axes),
-            "recipe": weight.recipe.to_json(),
+            "ranks": [table.add(recipe) for recipe in (weight.recipe, *weight.further)],
         }
-        | ({"further_ranks": [recipe.to_json() for recipe in weight.further]} if weight.further else {})
         for weight, place in zip(selected.weights, memory.places, strict=True)
     ]
+    return {"weights": weights, "recipes": table.nodes}
 
 
 def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:

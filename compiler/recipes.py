@@ -42,19 +42,28 @@ class Recipe:
     def inputs(self) -> tuple[Recipe, ...]:
         """The recipes this one reads, in declared order."""
         found: list[Recipe] = []
-        for value in self._values().values():
+        for value in self.by_field().values():
             if isinstance(value, Recipe):
                 found.append(value)
             elif isinstance(value, tuple):
                 found.extend(item for item in cast(tuple[Any, ...], value) if isinstance(item, Recipe))
         return tuple(found)
 
-    def _values(self) -> dict[str, Any]:
+    def by_field(self) -> dict[str, Any]:
+        """All fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    def attributes(self) -> Json:
+        """What a step says besides its op and its inputs, as it stands in the plan."""
+        return {name: _plain(value) for name, value in self.by_field().items() if not is_input(value)}
+
+    def named_inputs(self) -> dict[str, Recipe | tuple[Recipe, ...]]:
+        """The inputs by the names of their fields."""
+        return {name: value for name, value in self.by_field().items() if is_input(value)}
+
     def to_json(self) -> Json:
-        """Canonical JSON, as it stands in the plan."""
-        return {"op": self.op} | {name: _plain(value) for name, value in self._values().items()}
+        """Canonical JSON of the whole expression, nested."""
+        return {"op": self.op} | self.attributes() | {name: _plain(value) for name, value in self.named_inputs().items()}
 
     @cached_property
     def digest(self) -> str:
@@ -66,6 +75,12 @@ class Recipe:
         """Every tensor this recipe reads, in declared order."""
         for recipe in self.inputs:
             yield from recipe.reads()
+
+
+def is_input(value: Any) -> bool:
+    """Whether a field of a recipe is one that it reads, or several."""
+    several = cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,)
+    return any(isinstance(each, Recipe) for each in several)
 
 
 def _plain(value: Any) -> Any:
@@ -93,9 +108,9 @@ class Read(Recipe):
         """The tensor's format."""
         return self.tensor_format
 
-    def to_json(self) -> Json:
+    def attributes(self) -> Json:
         """Name, shape and format of the tensor."""
-        return {"op": self.op, "tensor": self.tensor, "shape": list(self.shape), "format": self.format}
+        return {"tensor": self.tensor, "shape": list(self.shape), "format": self.format}
 
     def reads(self) -> Iterator[Read]:
         """Itself."""
@@ -184,7 +199,16 @@ class Concat(Recipe):
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return (self._rows, *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> str:
+        """That of all parts."""
+        return self.parts[0].format
+
+    @cached_property
+    def _rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)  # kept, since parts may be hundreds of experts
 
 
 def joined(parts: Sequence[Recipe], groups: int = 1) -> Recipe:
@@ -253,25 +277,33 @@ class Unpack(Recipe):
         if self.packing.startswith("gguf-"):
             return self.codes.shape
         *stack, first, second = self.codes.shape
-        rows, nibbles = math.prod(stack) * first, 2 * second // CARRIERS[self.codes.format].block
-        return {
-            "pack-quantized": (first, 8 * second),
-            "pack-quantized-8": (first, 4 * second),
-            "int-quantized": (first, second),
-            "gptq": (second, 8 * first),
-            "gptq_v2": (second, 8 * first),
-            "awq": (8 * second, first),
-            "fp8": (first, second),
-            "mxfp4": (rows, nibbles),
-            "mxfp4-blocks": (math.prod(stack), 2 * first * second),
-            "nvfp4": (rows, nibbles),
-            "nvfp4-divided": (rows, nibbles),
-        }[self.packing]
+        match self.packing:
+            case "pack-quantized":
+                return (first, 8 * second)
+            case "pack-quantized-8":
+                return (first, 4 * second)
+            case "gptq" | "gptq_v2":
+                return (second, 8 * first)
+            case "awq":
+                return (8 * second, first)
+            case "mxfp4" | "nvfp4" | "nvfp4-divided":
+                return (math.prod(stack) * first, 2 * second // CARRIERS[self.codes.format].block)
+            case "mxfp4-blocks":
+                return (math.prod(stack), 2 * first * second)
+            case _:
+                assert self.packing in ("int-quantized", "fp8"), self.packing
+                return (first, second)
 
     @property
     def format(self) -> str:
         """The format that holds the same numbers."""
         return self.to
+
+    @property
+    def inputs(self) -> tuple[Read, ...]:
+        """The tensors, those that there are."""
+        tensors = (self.codes, self.scales, self.zeros, self.tensor_scale, self.order)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def stored(self) -> str:
@@ -419,7 +451,16 @@ class Interleave(Recipe):
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return (self._rows, *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> str:
+        """That of all parts."""
+        return self.parts[0].format
+
+    @cached_property
+    def _rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)  # kept, since parts may be hundreds of experts
 
 
 def _check_group_tiles(what: str, rows: int, format: str) -> None:

@@ -7,11 +7,11 @@ Which module has which scheme follows compressed-tensors: of the targets that ma
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
-
-import numpy as np
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
 from tapeout.compiler.checkpoints.fp4 import mxfp4_weight, nvfp4_weight
@@ -28,6 +28,7 @@ _FORMATS: Mapping[tuple[bool, str], tuple[str, ...]] = {
     (False, "i8"): ("int-quantized", "naive-quantized"),
 }
 """The formats of packed and of plainly named codes, by their type."""
+_SHAPE_BYTES = 16
 _DENSE = ("dense", "fakequant")
 _ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
 """Modules that many models have as a class of their own, which the target Linear does not name."""
@@ -144,9 +145,10 @@ class CompressedTensors(Weights):
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module, or None where its weight is not quantized."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        if any(_matches(module, target) or target == kind for target in self.ignore):
+        names = spellings(module)
+        if any(_matches(names, target) or target == kind for target in self.ignore):
             return None
-        named = next((target for target in self.schemes if _matches(module, target)), kind)
+        named = next((target for target in self.schemes if _matches(names, target)), kind)
         return self.schemes.get(named)
 
     def check_plain(self, module: str, info: TensorInfo) -> None:
@@ -232,12 +234,22 @@ class CompressedTensors(Weights):
         if info is None:
             return
         self.checked.add(info.name)
-        stored = self.checkpoint.read(info.name).view("<i8" if info.format == "i64" else "<i4")
-        if not np.array_equal(stored.reshape(-1), shape):
+        wide = info.format == "i64"
+        stored = self._small_shapes.get(info.name)
+        if stored == struct.pack("<2q" if wide else "<2i", *shape):
+            return
+        said = self.checkpoint.read(info.name).view("<i8" if wide else "<i4").reshape(-1).tolist()
+        if said != list(shape):
             self.refuse(
-                f"tensor {info.name!r} says {stored.reshape(-1).tolist()[:8]}, but the packed weight is {list(shape)}; "
+                f"tensor {info.name!r} says {said[:8]}, but the packed weight is {list(shape)}; "
                 "they must agree: the file is damaged"
             )
+
+    @cached_property
+    def _small_shapes(self) -> Mapping[str, bytes]:
+        """The bytes of every ``weight_shape`` of two numbers, read at once: a checkpoint may have one an expert."""
+        infos = (info for name, info in self.tensors.items() if name.endswith(".weight_shape"))
+        return self.checkpoint.read_small(info for info in infos if info.nbytes <= _SHAPE_BYTES)
 
     def _fp8(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
         per = _PER.get(scheme.strategy)
@@ -252,7 +264,9 @@ class CompressedTensors(Weights):
         return self.fp8_weight(codes, scales, per)
 
 
-def _matches(module: str, target: str) -> bool:
+def _matches(names: tuple[str, ...], target: str) -> bool:
+    """Whether a target names a module, by any spelling of its name."""
     if target.startswith("re:"):
-        return any(re.match(target.removeprefix("re:"), name) for name in spellings(module))
-    return target in spellings(module)
+        pattern = target.removeprefix("re:")
+        return any(re.match(pattern, name) for name in names)
+    return target in names
