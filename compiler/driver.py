@@ -11,6 +11,7 @@ from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
@@ -86,6 +87,7 @@ def compile_spec(
     return plan
 
 
+@collector_paused()
 def run_passes(
     spec: Spec, device: Device, checkpoint: Checkpoint, builder: KernelBuilder, memo: Memo | None, progress: Progress
 ) -> Results:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, Device
 from tapeout.compiler.kernels.cuda.base import Resources
 from tapeout.compiler.kernels.cuda.toolchain import compiler_versions
@@ -123,6 +124,7 @@ def _model(logical: LogicalModel, memory: MemoryPlan) -> Json:
     }
 
 
+@collector_paused()
 def _weights(selected: SelectedModel, memory: MemoryPlan) -> Json:
     """The weights, and the table of their recipes, in which each has one place a rank."""
     table = RecipeTable()

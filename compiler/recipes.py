@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, cast
 
@@ -51,7 +51,7 @@ class Recipe:
 
     def by_field(self) -> dict[str, Any]:
         """All fields by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _field_names(type(self))}
 
     def attributes(self) -> Json:
         """What a step says besides its op and its inputs, as it stands in the plan."""
@@ -75,6 +75,11 @@ class Recipe:
         """Every tensor this recipe reads, in declared order."""
         for recipe in self.inputs:
             yield from recipe.reads()
+
+
+@cache
+def _field_names(kind: type[Recipe]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def is_input(value: Any) -> bool:
@@ -188,10 +193,11 @@ class Concat(Recipe):
     def __post_init__(self) -> None:
         if not self.parts:
             raise TapeoutError("a concatenation needs at least one part")
-        if len({(part.shape[1:], part.format) for part in self.parts}) > 1:
+        shapes = [part.shape for part in self.parts]  # once, since parts may be hundreds of experts
+        if len({(shape[1:], part.format) for shape, part in zip(shapes, self.parts, strict=True)}) > 1:
             listed = ", ".join(f"{list(part.shape)} {part.format}" for part in self.parts)
             raise TapeoutError(f"a concatenation needs parts of one width and format, got {listed}")
-        format, starts = self.parts[0].format, list(accumulate(part.shape[0] for part in self.parts))
+        format, starts = self.parts[0].format, list(accumulate(shape[0] for shape in shapes))
         if FORMATS[format].tiles == (0, 0) and len(self.parts) > 1:
             raise TapeoutError(f"{format} has one scale a tensor; concatenate before converting, not after")
         _check_tiles(f"parts that start in rows {starts[:-1]}", tuple(starts[:-1]), format)
@@ -208,7 +214,7 @@ class Concat(Recipe):
 
     @cached_property
     def _rows(self) -> int:
-        return sum(part.shape[0] for part in self.parts)  # kept, since parts may be hundreds of experts
+        return sum(part.shape[0] for part in self.parts)
 
 
 def joined(parts: Sequence[Recipe], groups: int = 1) -> Recipe:
@@ -460,7 +466,7 @@ class Interleave(Recipe):
 
     @cached_property
     def _rows(self) -> int:
-        return sum(part.shape[0] for part in self.parts)  # kept, since parts may be hundreds of experts
+        return sum(part.shape[0] for part in self.parts)
 
 
 def _check_group_tiles(what: str, rows: int, format: str) -> None:

@@ -51,6 +51,24 @@ class Scheme:
     block: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A name in a list of targets or of what to ignore: of a module or a class, or a pattern for modules."""
+
+    name: str
+    pattern: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, name: str) -> _Target:
+        return cls(name, re.compile(name.removeprefix("re:")) if name.startswith("re:") else None)
+
+    def matches(self, names: tuple[str, ...]) -> bool:
+        """Whether it names a module, by any spelling of its name."""
+        if self.pattern is None:
+            return self.name in names
+        return any(map(self.pattern.match, names))
+
+
 class CompressedTensors(Weights):
     """Weights by config_groups, targets and ignore."""
 
@@ -70,8 +88,9 @@ class CompressedTensors(Weights):
             value = config.get(key)
             if value and not (is_mapping(value) and value.get("format") == "dense"):
                 self.refuse(f"{key} is set, which changes the weights; it must be absent, as it is not supported")
-        self.ignore = self._names(config.get("ignore"), "ignore")
+        self.ignore = [_Target.of(name) for name in self._names(config.get("ignore"), "ignore")]
         self.schemes = self._schemes(config)
+        self.targets = [_Target.of(name) for name in self.schemes]
 
     def _schemes(self, config: Mapping[str, Any]) -> dict[str, Scheme | None]:
         """The scheme of each target, in the order in which targets are tried."""
@@ -146,9 +165,10 @@ class CompressedTensors(Weights):
         """The scheme of a module, or None where its weight is not quantized."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
         names = spellings(module)
-        if any(_matches(names, target) or target == kind for target in self.ignore):
-            return None
-        named = next((target for target in self.schemes if _matches(names, target)), kind)
+        for ignored in self.ignore:
+            if ignored.name == kind or ignored.matches(names):
+                return None
+        named = next((target.name for target in self.targets if target.matches(names)), kind)
         return self.schemes.get(named)
 
     def check_plain(self, module: str, info: TensorInfo) -> None:
@@ -262,11 +282,3 @@ class CompressedTensors(Weights):
             )
         scales = self.companion(module, ".weight_scale", codes, ("f32", "bf16", "f16"))
         return self.fp8_weight(codes, scales, per)
-
-
-def _matches(names: tuple[str, ...], target: str) -> bool:
-    """Whether a target names a module, by any spelling of its name."""
-    if target.startswith("re:"):
-        pattern = target.removeprefix("re:")
-        return any(re.match(pattern, name) for name in names)
-    return target in names
