@@ -10,6 +10,7 @@ from pathlib import Path
 from tapeout.compiler.artifact import ArtifactWriter, check_target
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_source, require_weights
+from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
@@ -88,6 +89,7 @@ def compile_spec(
     return plan
 
 
+@collector_paused()
 def run_passes(
     spec: Spec,
     device: Device,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tapeout.runtime.errors import TapeoutError
@@ -157,12 +158,12 @@ class Graph:
         """The op that bears a name."""
         return self.by_name[name]
 
-    @property
+    @cached_property
     def by_name(self) -> Mapping[str, Op]:
         """All ops by name."""
         return {op.name: op for op in self.ops}
 
-    @property
+    @cached_property
     def slots(self) -> Mapping[str, Weight]:
         """All weight slots by name."""
         return {weight.name: weight for weight in self.weights}

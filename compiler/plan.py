@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device
 from tapeout.compiler.kernels.cuda.base import Resources
 from tapeout.compiler.kernels.cuda.toolchain import compiler_versions
 from tapeout.compiler.pipeline import Results
+from tapeout.compiler.recipes_table import RecipeTable
 from tapeout.compiler.spec import Spec
 from tapeout.compiler.stages import (
     BuiltKernel,
@@ -69,7 +71,7 @@ def build_plan(
         "quantization": [
             {"weight": c.weight, "from": c.source, "to": c.to, "rule": c.rule} for c in quantized.conversions
         ],
-        "weights": _weights(selected, memory),
+        **_weights(selected, memory),
         "kernels": _kernels(device, selected),
         "memory": _memory(selected, memory, spec),
         "communication": _communication(communication),
@@ -128,8 +130,11 @@ def _model(logical: LogicalModel, memory: MemoryPlan) -> Json:
     }
 
 
-def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
-    return [
+@collector_paused()
+def _weights(selected: SelectedModel, memory: MemoryPlan) -> Json:
+    """The weights, and the table of their recipes, in which each has one place a rank."""
+    table = RecipeTable()
+    weights = [
         {
             "name": weight.name,
             "shape": list(weight.recipe.shape),
@@ -138,11 +143,11 @@ def _weights(selected: SelectedModel, memory: MemoryPlan) -> list[Json]:
             "offset": place.offset,
             "bytes": place.nbytes,
             "axes": list(weight.axes),
-            "recipe": weight.recipe.to_json(),
+            "ranks": [table.add(recipe) for recipe in (weight.recipe, *weight.further)],
         }
-        | ({"further_ranks": [recipe.to_json() for recipe in weight.further]} if weight.further else {})
         for weight, place in zip(selected.weights, memory.places, strict=True)
     ]
+    return {"weights": weights, "recipes": table.nodes}
 
 
 def _memory(selected: SelectedModel, memory: MemoryPlan, spec: Spec) -> Json:

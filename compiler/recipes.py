@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, cast
 
@@ -42,19 +42,30 @@ class Recipe:
     def inputs(self) -> tuple[Recipe, ...]:
         """The recipes this one reads, in declared order."""
         found: list[Recipe] = []
-        for value in self._values().values():
+        for value in self.by_field().values():
             if isinstance(value, Recipe):
                 found.append(value)
             elif isinstance(value, tuple):
                 found.extend(item for item in cast(tuple[Any, ...], value) if isinstance(item, Recipe))
         return tuple(found)
 
-    def _values(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    def by_field(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {name: getattr(self, name) for name in _field_names(type(self))}
+
+    def attributes(self) -> Json:
+        """What a step says besides its op and its inputs, as it stands in the plan."""
+        return {name: _plain(value) for name, value in self.by_field().items() if not is_input(value)}
+
+    def named_inputs(self) -> dict[str, Recipe | tuple[Recipe, ...]]:
+        """The inputs by the names of their fields."""
+        return {name: value for name, value in self.by_field().items() if is_input(value)}
 
     def to_json(self) -> Json:
-        """Canonical JSON, as it stands in the plan."""
-        return {"op": self.op} | {name: _plain(value) for name, value in self._values().items()}
+        """Canonical JSON of the whole expression, nested."""
+        return (
+            {"op": self.op} | self.attributes() | {name: _plain(value) for name, value in self.named_inputs().items()}
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -66,6 +77,17 @@ class Recipe:
         """Every tensor this recipe reads, in declared order."""
         for recipe in self.inputs:
             yield from recipe.reads()
+
+
+@cache
+def _field_names(kind: type[Recipe]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+def is_input(value: Any) -> bool:
+    """Whether a field of a recipe is one that it reads, or several."""
+    several = cast(tuple[Any, ...], value) if isinstance(value, tuple) else (value,)
+    return any(isinstance(each, Recipe) for each in several)
 
 
 def _plain(value: Any) -> Any:
@@ -93,9 +115,9 @@ class Read(Recipe):
         """The tensor's format."""
         return self.tensor_format
 
-    def to_json(self) -> Json:
+    def attributes(self) -> Json:
         """Name, shape and format of the tensor."""
-        return {"op": self.op, "tensor": self.tensor, "shape": list(self.shape), "format": self.format}
+        return {"tensor": self.tensor, "shape": list(self.shape), "format": self.format}
 
     def reads(self) -> Iterator[Read]:
         """Itself."""
@@ -200,10 +222,11 @@ class Concat(Recipe):
     def __post_init__(self) -> None:
         if not self.parts:
             raise TapeoutError("a concatenation needs at least one part")
-        if len({(part.shape[1:], part.format) for part in self.parts}) > 1:
+        shapes = [part.shape for part in self.parts]  # once, since parts may be hundreds of experts
+        if len({(shape[1:], part.format) for shape, part in zip(shapes, self.parts, strict=True)}) > 1:
             listed = ", ".join(f"{list(part.shape)} {part.format}" for part in self.parts)
             raise TapeoutError(f"a concatenation needs parts of one width and format, got {listed}")
-        format, starts = self.parts[0].format, list(accumulate(part.shape[0] for part in self.parts))
+        format, starts = self.parts[0].format, list(accumulate(shape[0] for shape in shapes))
         if FORMATS[format].tiles == (0, 0) and len(self.parts) > 1:
             raise TapeoutError(f"{format} has one scale a tensor; concatenate before converting, not after")
         _check_tiles(f"parts that start in rows {starts[:-1]}", tuple(starts[:-1]), format)
@@ -211,7 +234,16 @@ class Concat(Recipe):
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return (self._rows, *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> str:
+        """That of all parts."""
+        return self.parts[0].format
+
+    @cached_property
+    def _rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
 
 
 def joined(parts: Sequence[Recipe], groups: int = 1) -> Recipe:
@@ -240,6 +272,15 @@ def joins_with(recipe: Recipe, groups: int = 1) -> str:
         return f"{recipe.to} from {joins_with(recipe.source, groups)}"
     apart = tiles and (not tiles[0] or recipe.shape[0] // groups % tiles[0])
     return f"{recipe.format} {recipe.digest}" if apart else recipe.format
+
+
+PER_CODE = {
+    "pack-quantized": (1, 8),
+    "pack-quantized-8": (1, 4),
+    "int-quantized": (1, 1),
+    "fp8": (1, 1),
+}
+"""Rows and columns of a matrix for each of its codes, where these are [rows, columns]."""
 
 
 @dataclass(frozen=True)
@@ -280,25 +321,30 @@ class Unpack(Recipe):
         if self.packing.startswith("gguf-"):
             return self.codes.shape
         *stack, first, second = self.codes.shape
-        rows, nibbles = math.prod(stack) * first, 2 * second // CARRIERS[self.codes.format].block
-        return {
-            "pack-quantized": (first, 8 * second),
-            "pack-quantized-8": (first, 4 * second),
-            "int-quantized": (first, second),
-            "gptq": (second, 8 * first),
-            "gptq_v2": (second, 8 * first),
-            "awq": (8 * second, first),
-            "fp8": (first, second),
-            "mxfp4": (rows, nibbles),
-            "mxfp4-blocks": (math.prod(stack), 2 * first * second),
-            "nvfp4": (rows, nibbles),
-            "nvfp4-divided": (rows, nibbles),
-        }[self.packing]
+        match self.packing:
+            case "gptq" | "gptq_v2":
+                shape = (second, 8 * first)
+            case "awq":
+                shape = (8 * second, first)
+            case "mxfp4" | "nvfp4" | "nvfp4-divided":
+                shape = (math.prod(stack) * first, 2 * second // CARRIERS[self.codes.format].block)
+            case "mxfp4-blocks":
+                shape = (math.prod(stack), 2 * first * second)
+            case _:
+                rows, columns = PER_CODE[self.packing]
+                shape = (rows * first, columns * second)
+        return shape
 
     @property
     def format(self) -> str:
         """The format that holds the same numbers."""
         return self.to
+
+    @property
+    def inputs(self) -> tuple[Read, ...]:
+        """The tensors, those that there are."""
+        tensors = (self.codes, self.scales, self.zeros, self.tensor_scale, self.order)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     @property
     def stored(self) -> str:
@@ -446,7 +492,16 @@ class Interleave(Recipe):
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        return (self._rows, *self.parts[0].shape[1:])
+
+    @property
+    def format(self) -> str:
+        """That of all parts."""
+        return self.parts[0].format
+
+    @cached_property
+    def _rows(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
 
 
 def _check_group_tiles(what: str, rows: int, format: str) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import islice, takewhile
 from typing import Any
 
 from tapeout.compiler.capture import check_capture
@@ -520,12 +521,12 @@ class MemoryPlan:
         """No two buffers that live at the same time overlap, everything lies in the arena, and all fits the device."""
         assert self.total <= self.capacity
         for graph in self.graphs:
-            for index, a in enumerate(graph.placements):
+            ordered = sorted(graph.placements, key=lambda place: place.first)
+            for index, a in enumerate(ordered):
                 assert a.offset >= 0 and a.offset + a.nbytes <= self.arena, f"{graph.name}: {a.buffer} leaves the arena"
-                for b in graph.placements[index + 1 :]:
-                    apart_in_time = a.last < b.first or b.last < a.first
+                for b in takewhile(lambda b, last=a.last: b.first <= last, islice(ordered, index + 1, None)):
                     apart_in_space = a.offset + a.nbytes <= b.offset or b.offset + b.nbytes <= a.offset
-                    assert apart_in_time or apart_in_space, f"{graph.name}: {a.buffer} and {b.buffer} overlap"
+                    assert apart_in_space, f"{graph.name}: {a.buffer} and {b.buffer} overlap"
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,12 @@ def _own_name(checkpoint: Checkpoint) -> str:
     return str(checkpoint.config.get("general.name") or checkpoint.config.get("_name_or_path") or checkpoint.path.stem)
 
 
-def _spellings(name: str) -> Iterator[str]:
+def _spellings(name: str) -> tuple[str, ...]:
     """A Hugging Face tensor name as plain and multimodal checkpoints write it."""
-    yield name
-    yield f"language_model.{name}"
-    yield name.replace("model.", "model.language_model.", 1)
+    return name, f"{_PART}{name}", name.replace("model.", f"model.{_PART}", 1)
+
+
+_PART = "language_model."
 
 
 class _Filler:
@@ -140,11 +141,15 @@ class _Filler:
         self.family, self.sources, self.checkpoint, self.constants = family, sources, checkpoint, constants
         self.weights = weights_of(checkpoint)
         self.used: dict[str, str] = {}
+        self.multimodal = any(_PART in name for name in checkpoint.tensors)
 
     def find(self, slot: str, name: str) -> tuple[str, Recipe] | None:
         """A tensor under the name a family knows it by, as any spelling of checkpoints has it."""
-        recipes = [(spelling, self.weights.find(spelling)) for spelling in self._spellings(name)]
-        found = [(spelling, recipe) for spelling, recipe in recipes if recipe is not None]
+        found: list[tuple[str, Recipe]] = []
+        for spelling in self._spellings(name):
+            recipe = self.weights.find(spelling)
+            if recipe is not None:
+                found.append((spelling, recipe))
         if len(found) > 1:
             listed = " and ".join(spelling for spelling, _ in found)
             raise TapeoutError(
@@ -153,7 +158,10 @@ class _Filler:
         return found[0] if found else None
 
     def _spellings(self, name: str) -> Iterable[str]:
-        return dict.fromkeys(each for known in (name, *self.sources.others(name)) for each in _spellings(known))
+        if not self.multimodal:
+            return dict.fromkeys((name, *self.sources.others(name)))
+        others = (spelling for other in self.sources.others(name) for spelling in _spellings(other))
+        return dict.fromkeys((*_spellings(name), *others))
 
     def fill(self, slot: Weight) -> Recipe:
         """The recipe of a slot, of its shape."""
@@ -182,16 +190,17 @@ class _Filler:
     def _joined(self, slot: Weight, names: tuple[str, ...]) -> tuple[str, Recipe]:
         """The tensors of a slot one below the other, which must be of one shape and format."""
         recipes: list[Recipe] = []
+        kind: tuple[Any, ...] = ()
         for wanted in names:
             found = self.find(slot.name, wanted)
             if found is None:
                 raise self._missing(wanted, (slot.shape[0] // len(names), *slot.shape[1:]))
             name, recipe = found
-            first = recipes[0] if recipes else recipe
-            if (recipe.shape, recipe.format) != (first.shape, first.format):
+            kind = kind or (recipe.shape, recipe.format)
+            if (recipe.shape, recipe.format) != kind:
                 raise TapeoutError(
                     f"{self.checkpoint.path}: tensor {name} is {list(recipe.shape)} {recipe.format}, but "
-                    f"{names[0]} is {list(first.shape)} {first.format}; the parts of {slot.name} share both"
+                    f"{names[0]} is {list(kind[0])} {kind[1]}; the parts of {slot.name} share both"
                 )
             recipes.append(recipe)
         return f"{names[0]} and {len(names) - 1} more", joined(recipes)

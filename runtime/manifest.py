@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from tapeout.runtime.errors import TapeoutError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RUNTIME_VERSION = "0.1.0"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20

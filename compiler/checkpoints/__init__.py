@@ -12,6 +12,7 @@ from tapeout.compiler.checkpoints.gguf import MAGIC, LazyArray, open_gguf
 from tapeout.compiler.checkpoints.onnx import MODEL, is_onnx, open_onnx
 from tapeout.compiler.checkpoints.safetensors import open_safetensors
 from tapeout.compiler.checkpoints.source import resolve_source
+from tapeout.compiler.collector import collector_paused
 from tapeout.runtime.errors import TapeoutError
 
 __all__ = [
@@ -55,6 +56,7 @@ def require_weights(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
+@collector_paused()
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open the checkpoint at ``path``, told apart by content. Raises TapeoutError in one sentence for any fault."""
     if not path.exists():

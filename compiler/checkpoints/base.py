@@ -9,8 +9,11 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,10 +23,11 @@ from tapeout.compiler.formats import row_bytes
 from tapeout.compiler.formats.base import Bytes
 from tapeout.runtime.errors import TapeoutError
 
+_PLACE = attrgetter("file", "offset")
 MAX_NAME = 1024  # bytes or characters of a tensor's or key's name: far above any real one, and it fits in a message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor: ``shape`` in numpy order ([out, in]), ``offset`` from the file's start.
 
@@ -98,6 +102,10 @@ class Checkpoint:
         """Path, size, mtime and inode of each file, sorted by path: the key under which results may be cached."""
         return self.files
 
+    @cached_property
+    def _known(self) -> Mapping[Path, FileIdentity]:
+        return {each.path: each for each in self.files}
+
     def read(self, name: str) -> Bytes:
         """All bytes of the tensor ``name``, uint8 [rows, row_bytes]. Raises like ``read_rows``."""
         info = self.tensors[name]
@@ -114,6 +122,22 @@ class Checkpoint:
             _fill(fd, out.reshape(-1).data, info.offset + start * info.row_bytes, info)
         return out
 
+    def read_small(self, infos: Iterable[TensorInfo]) -> dict[str, bytes]:
+        """All bytes of many small tensors, by name; neighbours in a file are read together.
+
+        Raises like ``read_rows``.
+        """
+        found: dict[str, bytes] = {}
+        for _, members in groupby(sorted(infos, key=_PLACE), key=attrgetter("file")):
+            for run in _runs(list(members)):
+                start = run[0].offset
+                data = bytearray(run[-1].offset + run[-1].nbytes - start)
+                with self._opened(run[0]) as fd:
+                    _fill(fd, memoryview(data), start, run[-1])
+                for info in run:
+                    found[info.name] = bytes(data[info.offset - start : info.offset - start + info.nbytes])
+        return found
+
     def read_columns(self, info: TensorInfo, start: int, stop: int) -> Bytes:
         """Bytes of columns [start, stop) of all rows, uint8 [rows, bytes]. Raises like ``read_rows``."""
         size = row_bytes(info.format, 1)
@@ -127,7 +151,7 @@ class Checkpoint:
     @contextlib.contextmanager
     def _opened(self, info: TensorInfo) -> Generator[int]:
         """The tensor's file, which must be the one that was opened."""
-        known = next(each for each in self.files if each.path == info.file)
+        known = self._known[info.file]
         try:
             fd = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -138,6 +162,18 @@ class Checkpoint:
             yield fd
         finally:
             os.close(fd)
+
+
+def _runs(infos: Sequence[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """Tensors of one file, in its order, cut where one does not begin at the end of the one before."""
+    run: list[TensorInfo] = []
+    for info in infos:
+        if run and info.offset != run[-1].offset + run[-1].nbytes:
+            yield run
+            run = []
+        run.append(info)
+    if run:
+        yield run
 
 
 def _fill(fd: int, view: memoryview, offset: int, info: TensorInfo) -> None:
@@ -152,7 +188,7 @@ def _fill(fd: int, view: memoryview, offset: int, info: TensorInfo) -> None:
 
 def sorted_tensors(tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:
     """Tensors by name, in name order. Names must be unique."""
-    return {info.name: info for info in sorted(tensors, key=lambda info: info.name)}
+    return {info.name: info for info in sorted(tensors, key=attrgetter("name"))}
 
 
 def load_json(text: bytes, where: str) -> Any:

@@ -7,11 +7,11 @@ Which module has which scheme follows compressed-tensors: of the targets that ma
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
-
-import numpy as np
 
 from tapeout.compiler.checkpoints.base import Checkpoint, TensorInfo
 from tapeout.compiler.checkpoints.fp4 import mxfp4_weight, nvfp4_weight
@@ -28,6 +28,7 @@ _FORMATS: Mapping[tuple[bool, str], tuple[str, ...]] = {
     (False, "i8"): ("int-quantized", "naive-quantized"),
 }
 """The formats of packed and of plainly named codes, by their type."""
+_SHAPE_BYTES = 16
 _DENSE = ("dense", "fakequant")
 _ROUTERS = (".mlp.gate", ".mlp.router", ".block_sparse_moe.gate")
 """Modules that many models have as a class of their own, which the target Linear does not name."""
@@ -50,6 +51,24 @@ class Scheme:
     block: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Target:
+    """A name in a list of targets or of what to ignore: of a module or a class, or a pattern for modules."""
+
+    name: str
+    pattern: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, name: str) -> _Target:
+        return cls(name, re.compile(name.removeprefix("re:")) if name.startswith("re:") else None)
+
+    def matches(self, names: tuple[str, ...]) -> bool:
+        """Whether it names a module, by any spelling of its name."""
+        if self.pattern is None:
+            return self.name in names
+        return any(map(self.pattern.match, names))
+
+
 class CompressedTensors(Weights):
     """Weights by config_groups, targets and ignore."""
 
@@ -69,8 +88,9 @@ class CompressedTensors(Weights):
             value = config.get(key)
             if value and not (is_mapping(value) and value.get("format") == "dense"):
                 self.refuse(f"{key} is set, which changes the weights; it must be absent, as it is not supported")
-        self.ignore = self._names(config.get("ignore"), "ignore")
+        self.ignore = [_Target.of(name) for name in self._names(config.get("ignore"), "ignore")]
         self.schemes = self._schemes(config)
+        self.targets = [_Target.of(name) for name in self.schemes]
 
     def _schemes(self, config: Mapping[str, Any]) -> dict[str, Scheme | None]:
         """The scheme of each target, in the order in which targets are tried."""
@@ -144,9 +164,11 @@ class CompressedTensors(Weights):
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module, or None where its weight is not quantized."""
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        if any(_matches(module, target) or target == kind for target in self.ignore):
-            return None
-        named = next((target for target in self.schemes if _matches(module, target)), kind)
+        names = spellings(module)
+        for ignored in self.ignore:
+            if ignored.name == kind or ignored.matches(names):
+                return None
+        named = next((target.name for target in self.targets if target.matches(names)), kind)
         return self.schemes.get(named)
 
     def check_plain(self, module: str, info: TensorInfo) -> None:
@@ -232,12 +254,22 @@ class CompressedTensors(Weights):
         if info is None:
             return
         self.checked.add(info.name)
-        stored = self.checkpoint.read(info.name).view("<i8" if info.format == "i64" else "<i4")
-        if not np.array_equal(stored.reshape(-1), shape):
+        wide = info.format == "i64"
+        stored = self._small_shapes.get(info.name)
+        if stored == struct.pack("<2q" if wide else "<2i", *shape):
+            return
+        said = self.checkpoint.read(info.name).view("<i8" if wide else "<i4").reshape(-1).tolist()
+        if said != list(shape):
             self.refuse(
-                f"tensor {info.name!r} says {stored.reshape(-1).tolist()[:8]}, but the packed weight is {list(shape)}; "
+                f"tensor {info.name!r} says {said[:8]}, but the packed weight is {list(shape)}; "
                 "they must agree: the file is damaged"
             )
+
+    @cached_property
+    def _small_shapes(self) -> Mapping[str, bytes]:
+        """The bytes of every ``weight_shape`` of two numbers, read at once: a checkpoint may have one an expert."""
+        infos = (info for name, info in self.tensors.items() if name.endswith(".weight_shape"))
+        return self.checkpoint.read_small(info for info in infos if info.nbytes <= _SHAPE_BYTES)
 
     def _fp8(self, module: str, codes: TensorInfo, scheme: Scheme) -> Unpack:
         per = _PER.get(scheme.strategy)
@@ -250,9 +282,3 @@ class CompressedTensors(Weights):
             )
         scales = self.companion(module, ".weight_scale", codes, ("f32", "bf16", "f16"))
         return self.fp8_weight(codes, scales, per)
-
-
-def _matches(module: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return any(re.match(target.removeprefix("re:"), name) for name in spellings(module))
-    return target in spellings(module)

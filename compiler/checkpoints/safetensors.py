@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from tapeout.compiler.checkpoints.base import (
     MAX_NAME,
@@ -26,6 +26,7 @@ from tapeout.runtime.errors import TapeoutError
 
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_MOST = 1 << 63
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
@@ -34,8 +35,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor as the header lists it; ``begin`` and ``end`` are absolute byte offsets."""
 
     name: str
@@ -45,24 +45,28 @@ class Entry:
     end: int
 
 
+_PLACE = attrgetter("begin", "end")
+
+
 def open_safetensors(path: Path) -> Checkpoint:
     """Open a safetensors file, or a folder of them with config.json.
 
     Raises TapeoutError naming the file, the tensor and the rule, for anything malformed.
     """
     folder = path if path.is_dir() else path.parent
-    shards, assigned = ([path], None) if path.is_file() else _shards(folder)
+    shards, listed = ([path], None) if path.is_file() else _shards(folder)
     if path.is_file() and (match := SHARD.fullmatch(path.name)) and int(match["count"]) > 1:
         raise TapeoutError(f"{path}: is one of {int(match['count'])} shards; name the folder {folder} instead")
     hub = HubFiles.beside(folder, "a safetensors checkpoint")
     small = [*hub.paths, *(each for each in (folder / INDEX,) if each.is_file())]
     files = tuple(FileIdentity.of(each) for each in sorted([*shards, *small]))
     headers = {shard: read_header(shard) for shard in shards}
-    tensors, unlisted = _choose(headers, assigned, folder)
+    unlisted = _check_owners(headers, folder) if listed is None else _check_listed(headers, listed, folder)
+    chosen = headers if listed is None else listed
     return Checkpoint(
         container="safetensors",
         path=path,
-        tensors=sorted_tensors(_tensor(shard, entry) for shard, entry in tensors),
+        tensors=sorted_tensors(_tensor(shard, headers[shard][name]) for shard in shards for name in chosen[shard]),
         config=hub.read_config(),
         generation_config=hub.read_generation_config(),
         quantization=hub.read_quantization(),
@@ -72,11 +76,11 @@ def open_safetensors(path: Path) -> Checkpoint:
     )
 
 
-def _shards(folder: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """The shard files of a folder and, where an index lists them, tensor -> shard."""
+def _shards(folder: Path) -> tuple[list[Path], dict[Path, list[str]] | None]:
+    """The shard files of a folder and, where there is an index, the tensors that it lists for each."""
     if (folder / INDEX).is_file():
-        assigned = _index(folder)
-        return sorted(set(assigned.values())), assigned
+        listed = _index(folder)
+        return sorted(listed), listed
     found = sorted(folder.glob("*.safetensors"))
     names = [each.name for each in found]
     if names == ["model.safetensors"]:
@@ -91,53 +95,67 @@ def _shards(folder: Path) -> tuple[list[Path], dict[str, Path] | None]:
     )
 
 
-def _index(folder: Path) -> dict[str, Path]:
+def _index(folder: Path) -> dict[Path, list[str]]:
     path = folder / INDEX
     weight_map = load_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise TapeoutError(f"{path}: has no 'weight_map'; it must map each tensor to its shard file")
-    assigned: dict[str, Path] = {}
-    present: set[Path] = set()
+    listed: dict[Path, list[str]] = {}
+    members: dict[str, list[str]] = {}
     for name, file in cast("dict[str, Any]", weight_map).items():
-        if not isinstance(file, str) or not file or "\0" in file:
-            raise TapeoutError(f"{path}: assigns tensor {name!r} to {file!r}; it must be the name of a file")
-        parts = PurePosixPath(file).parts
-        if file.startswith("/") or "\\" in file or ".." in parts or not parts:
-            raise TapeoutError(
-                f"{path}: assigns tensor {name!r} to {file!r}, outside the folder; shards must lie inside it"
-            )
-        shard = folder / file
-        if shard not in present and not shard.is_file():
-            raise TapeoutError(
-                f"{path}: names the shard {file!r}, which is not in the folder; fetch it, or repair the index"
-            )
-        present.add(shard)
-        assigned[name] = shard
-    return assigned
+        known = members.get(file) if isinstance(file, str) else None
+        if known is None:  # spellings of one path, as a.safetensors and ./a.safetensors, are one shard
+            known = listed.setdefault(_shard(folder, name, file), [])
+            members[file] = known
+        known.append(name)
+    return listed
 
 
-def _choose(
-    headers: dict[Path, dict[str, Entry]], assigned: dict[str, Path] | None, folder: Path
-) -> tuple[list[tuple[Path, Entry]], tuple[str, ...]]:
-    """The tensors to use with their shards, and the names that no index lists."""
-    if assigned is None:
-        owner: dict[str, Path] = {}
-        for shard, header in headers.items():
-            for name in header:
-                if name in owner:
-                    raise TapeoutError(
-                        f"{folder}: tensor {name!r} stands in {owner[name].name} and in {shard.name}; once is allowed"
-                    )
-                owner[name] = shard
-        return [(shard, headers[shard][name]) for name, shard in owner.items()], ()
-    for name, shard in assigned.items():
-        if name not in headers[shard]:
-            raise TapeoutError(
-                f"{folder / INDEX}: assigns tensor {name!r} to {shard.name}, which does not hold it; "
-                "fetch the shard again, or repair the index"
-            )
-    unlisted = {name for header in headers.values() for name in header} - assigned.keys()
-    return [(shard, headers[shard][name]) for name, shard in assigned.items()], tuple(sorted(unlisted))
+def _shard(folder: Path, name: str, file: Any) -> Path:
+    """The shard that the index assigns a tensor to, which must be there."""
+    path = folder / INDEX
+    if not isinstance(file, str) or not file or "\0" in file:
+        raise TapeoutError(f"{path}: assigns tensor {name!r} to {file!r}; it must be the name of a file")
+    parts = PurePosixPath(file).parts
+    if file.startswith("/") or "\\" in file or ".." in parts or not parts:
+        raise TapeoutError(
+            f"{path}: assigns tensor {name!r} to {file!r}, outside the folder; shards must lie inside it"
+        )
+    if not (folder / file).is_file():
+        raise TapeoutError(
+            f"{path}: names the shard {file!r}, which is not in the folder; fetch it, or repair the index"
+        )
+    return folder / file
+
+
+def _check_owners(headers: dict[Path, dict[str, Entry]], folder: Path) -> tuple[str, ...]:
+    """Without an index every tensor stands in one shard, and none is left out."""
+    owner: dict[str, Path] = {}
+    for shard, header in headers.items():
+        for name in header:
+            if name in owner:
+                raise TapeoutError(
+                    f"{folder}: tensor {name!r} stands in {owner[name].name} and in {shard.name}; once is allowed"
+                )
+            owner[name] = shard
+    return ()
+
+
+def _check_listed(
+    headers: dict[Path, dict[str, Entry]], listed: dict[Path, list[str]], folder: Path
+) -> tuple[str, ...]:
+    """Every shard holds what the index lists for it. The names that no index lists."""
+    spare: set[str] = set()
+    for shard, names in listed.items():
+        header = headers[shard]
+        for name in names:
+            if name not in header:
+                raise TapeoutError(
+                    f"{folder / INDEX}: assigns tensor {name!r} to {shard.name}, which does not hold it; "
+                    "fetch the shard again, or repair the index"
+                )
+        spare |= header.keys() - set(names)
+    return tuple(sorted(spare.difference(*listed.values())))
 
 
 def _tensor(shard: Path, entry: Entry) -> TensorInfo:
@@ -193,7 +211,7 @@ def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...],
     shown: object = value
     if isinstance(value, dict):
         found = cast("dict[str, Any]", value)
-        dtype, shape, place = (found.get(key) for key in ("dtype", "shape", "data_offsets"))
+        dtype, shape, place = found.get("dtype"), found.get("shape"), found.get("data_offsets")
         if isinstance(dtype, str) and _whole_numbers(shape) and _whole_numbers(place) and len(place) == 2:
             return dtype, tuple(shape), place[0], place[1]
     raise TapeoutError(
@@ -203,14 +221,17 @@ def _fields(path: Path, name: str, value: object) -> tuple[str, tuple[int, ...],
 
 
 def _whole_numbers(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(each) is int and 0 <= each < 1 << 63 for each in cast("list[Any]", value)
-    )
+    if not isinstance(value, list):
+        return False
+    for each in cast("list[Any]", value):  # noqa: SIM110 - a generator takes twice the time, and tensors are many
+        if type(each) is not int or not 0 <= each < _MOST:
+            return False
+    return True
 
 
 def _check_cover(path: Path, entries: list[Entry], start: int, size: int) -> None:
     at, before = start, "the header"
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+    for entry in sorted(entries, key=_PLACE):
         if entry.begin != at:
             fault = "overlaps" if entry.begin < at else f"leaves a hole of {entry.begin - at} bytes after"
             raise TapeoutError(

@@ -7,17 +7,18 @@ from tapeout.compiler.diff.decisions import compare_decisions
 from tapeout.compiler.diff.graphs import compare_graphs, compare_kernels
 from tapeout.compiler.diff.memory import compare_memory
 from tapeout.compiler.diff.values import compare_values
-from tapeout.compiler.diff.weights import compare_recipes, compare_weights
+from tapeout.compiler.diff.weights import compare_recipes, compare_weights, recipes_by_name
 from tapeout.compiler.views.plan_file import Plan
 
 __all__ = ["Change", "compare", "render"]
 
-_SPECIAL = {"weights", "kernels", "memory", "graphs", "decisions", "quantization", "format_version", "tapeout_version"}
+_SPECIAL = {"weights", "recipes", "kernels", "memory", "graphs", "decisions", "quantization", "format_version",
+            "tapeout_version"}  # fmt: skip
 _FIRST = ("spec", "model", "checkpoint")
 
 
 def compare(before: Plan, after: Plan) -> list[Change]:
-    """All changes, section by section; empty exactly when the plans are equal."""
+    """All changes, section by section; empty exactly when the plans say the same."""
     if before == after:
         return []
     sections = dict.fromkeys([*_FIRST, *before, *after])
@@ -34,10 +35,18 @@ def compare(before: Plan, after: Plan) -> list[Change]:
     for name in (name for name in plain if name not in _FIRST):
         changes += compare_values(name, before.get(name), after.get(name))
     changes += compare_decisions(before, after)
-    return changes or [_unnamed(before, after)]
+    return changes or _unnamed(_without_places(before), _without_places(after))
 
 
-def _unnamed(before: Plan, after: Plan) -> Change:
+def _without_places(plan: Plan) -> Plan:
+    """The plan without its table of recipes, whose order means nothing: weights say theirs themselves."""
+    recipes = recipes_by_name(plan)
+    weights = [weight | {"ranks": recipes[weight["name"]]} for weight in plan["weights"]]
+    return {name: section for name, section in plan.items() if name != "recipes"} | {"weights": weights}
+
+
+def _unnamed(before: Plan, after: Plan) -> list[Change]:
     """The plans differ where no comparison looks; still never silent."""
     differing = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return Change("other", ", ".join(differing), effect="differs in details that have no effect on what is run")
+    effect = "differs in details that have no effect on what is run"
+    return [Change("other", ", ".join(differing), effect=effect)] if differing else []

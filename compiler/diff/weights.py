@@ -8,6 +8,7 @@ from typing import Any
 
 from tapeout.compiler.diff.changes import Change, grouped
 from tapeout.compiler.guards import is_list
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import change_of_size, group_label, size, wildcard
 from tapeout.compiler.views.weights import fields, inputs, short, step
@@ -94,16 +95,30 @@ def _worst(weights: dict[str, Plan], names: list[str]) -> str | None:
 
 
 def compare_recipes(before: Plan, after: Plan) -> list[Change]:
-    """For each weight that both plans have, the steps at which its recipe departs."""
-    old, new = _by_name(before), _by_name(after)
+    """For each weight that both plans have, the steps at which its recipe departs, on the first rank where it does."""
+    old, new = recipes_by_name(before), recipes_by_name(after)
     found: dict[str, tuple[str | None, str | None]] = {}
     for name in old:
-        if name in new and old[name]["recipe"] != new[name]["recipe"]:
-            steps = list(dict.fromkeys(departures(old[name]["recipe"], new[name]["recipe"])))
-            more = f" (and {len(steps) - _MOST_STEPS} more)" if len(steps) > _MOST_STEPS else ""
-            found[name] = (None, "; ".join(steps[:_MOST_STEPS]) + more)
+        if name in new and old[name] != new[name]:
+            found[name] = (None, _departure(old[name], new[name]))
     named = grouped("recipes", found, old)
     return [Change("recipes", change.subject, effect=change.after or "") for change, _ in named]
+
+
+def recipes_by_name(plan: Plan) -> dict[str, list[Recipe]]:
+    """The nested recipes of every weight, one a rank: what they say, wherever it stands in the plan's table."""
+    nested = NestedRecipes(plan)
+    return {weight["name"]: nested.of(weight) for weight in plan["weights"]}
+
+
+def _departure(old: list[Recipe], new: list[Recipe]) -> str:
+    differing = [rank for rank, (ours, theirs) in enumerate(zip(old, new, strict=False)) if ours != theirs]
+    if not differing:
+        return f"for {len(old)} → {len(new)} ranks"
+    rank = differing[0]
+    steps = list(dict.fromkeys(departures(old[rank], new[rank])))
+    more = f" (and {len(steps) - _MOST_STEPS} more)" if len(steps) > _MOST_STEPS else ""
+    return (f"on rank {rank}: " if rank else "") + "; ".join(steps[:_MOST_STEPS]) + more
 
 
 def departures(old: Recipe, new: Recipe) -> list[str]:

@@ -32,6 +32,7 @@ CARRIERS: dict[str, Carrier] = {
     )
 }
 _KNOWN: tuple[Format | Carrier, ...] = (*FORMATS.values(), *CARRIERS.values())
+_BY_SAFETENSORS = {known.safetensors: known.name for known in _KNOWN if known.safetensors is not None}
 
 
 def row_bytes(name: str, k: int) -> int:
@@ -50,8 +51,7 @@ def by_gguf_id(gguf_id: int) -> Format | Carrier:
 
 def by_safetensors(dtype: str) -> str:
     """The format or carrier of a safetensors dtype. Raises TapeoutError naming the known ones."""
-    names = {known.safetensors: known.name for known in _KNOWN if known.safetensors is not None}
-    if dtype in names:
-        return names[dtype]
-    listed = ", ".join(names)
+    if dtype in _BY_SAFETENSORS:
+        return _BY_SAFETENSORS[dtype]
+    listed = ", ".join(_BY_SAFETENSORS)
     raise TapeoutError(f"unknown quantization type {dtype!r} in safetensors; known dtypes: {listed}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.report.recipes import Step, describe, shape_text
 from tapeout.compiler.views.kinds import kind_of
 from tapeout.compiler.views.plan_file import Plan
@@ -34,10 +35,11 @@ class WeightGroup:
 def weight_groups(plan: Plan) -> list[WeightGroup]:
     """All weights in the order of the file, by the first of each group."""
     groups: dict[tuple[str, str, str, str, tuple[Step, ...]], list[Plan]] = {}
+    nested = NestedRecipes(plan)
     for weight in plan["weights"]:
         numbers = indices(weight["name"])
         layer = numbers[0] if numbers else None
-        steps = tuple(describe(recipe, layer) for recipe in [weight["recipe"], *weight.get("further_ranks", ())])
+        steps = tuple(describe(recipe, layer) for recipe in nested.of(weight))
         key = (wildcard(weight["name"]), shape_text(weight["shape"]), weight["format"], weight["layout"], steps)
         groups.setdefault(key, []).append(weight)
     return [_group(key[0], key[4], members) for key, members in groups.items()]

@@ -12,7 +12,7 @@ from tapeout.runtime.manifest import FORMAT_VERSION, MANIFEST, parse_manifest
 
 Plan = dict[str, Any]
 
-_SECTIONS = ("spec", "model", "weights", "kernels", "memory", "graphs", "decisions")
+_SECTIONS = ("spec", "model", "weights", "recipes", "kernels", "memory", "graphs", "decisions")
 
 
 def load_plan(path: Path) -> Plan:

@@ -12,6 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from tapeout.compiler.guards import is_list, is_mapping
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.tables import console
 from tapeout.compiler.views.text import size
@@ -26,8 +27,9 @@ def print_weights(plan: Plan, pattern: str, out: Console | None = None, *, rank:
     if not found:
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
         raise TapeoutError(f"no weight is called {pattern}; close: {', '.join(close)}")
+    nested = NestedRecipes(plan)
     for weight in found:
-        recipes = [weight["recipe"], *weight.get("further_ranks", [])]
+        recipes = nested.of(weight)
         if not 0 <= rank < len(recipes):
             raise TapeoutError(f"--rank {rank}: the plan has {len(recipes)} ranks, numbered from 0")
         out.print(_tree(weight, recipes[rank]))

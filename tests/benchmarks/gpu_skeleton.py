@@ -67,12 +67,16 @@ def compile_without_weights(spec: Spec, folder: Path) -> dict[str, Any]:
 
 def fill_recipe(plan: dict[str, Any], config: dict[str, Any], weights_of: str) -> dict[str, Any]:
     """What each weight's bytes mean: constants by value, matrices by their planes and the tensors in them."""
-    return {"config": config, "weights_of": weights_of, "weights": [_weight(entry) for entry in plan["weights"]]}
+    from tapeout.compiler.recipes_table import NestedRecipes
+
+    nested = NestedRecipes(plan)
+    weights = [_weight(entry, nested.of(entry)[0]) for entry in plan["weights"]]
+    return {"config": config, "weights_of": weights_of, "weights": weights}
 
 
-def _weight(entry: dict[str, Any]) -> dict[str, Any]:
+def _weight(entry: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
     result = {key: entry[key] for key in ("name", "shape", "format", "layout", "offset", "bytes")}
-    parts = _parts(entry["recipe"])
+    parts = _parts(recipe)
     if parts and parts[0][0] == "":
         result["values"] = parts[0][1]
     else:

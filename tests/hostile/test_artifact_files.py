@@ -19,7 +19,7 @@ from tapeout.runtime.manifest import open_manifest
 HOST = ["x86_64_v3"]
 CHUNK = 8 << 20
 FILES = {
-    "plan.json": b'{"format_version": 1}\n',
+    "plan.json": b'{"format_version": 2}\n',
     "kernels/cpu-x86_64_v3.so": b"\x7fELF" + bytes(1000),
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
@@ -132,9 +132,9 @@ def test_folder_or_pipe_in_place_of_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "rest"),
     [
-        (2, "reads up to 1; upgrade tapeout, or compile with this version"),
-        (10**30, "reads up to 1; upgrade tapeout, or compile with this version"),
-        (0, "reads 1; compile it again"),
+        (3, "reads up to 2; upgrade tapeout, or compile with this version"),
+        (10**30, "reads up to 2; upgrade tapeout, or compile with this version"),
+        (1, "reads 2; compile it again"),
     ],
 )
 def test_other_format_version(folder: Path, version: int, rest: str) -> None:

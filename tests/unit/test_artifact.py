@@ -44,7 +44,7 @@ def test_written_artifact(tmp_path: Path) -> None:
     assert os.listdir(out.parent) == ["a"]
     manifest = json.loads((out / "manifest.json").read_bytes())
     assert manifest == {
-        "format_version": 1,
+        "format_version": 2,
         "tapeout_version": RUNTIME_VERSION,
         "requires_runtime": ">=0.1",
         "architectures": ["x86_64_v3"],

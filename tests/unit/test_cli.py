@@ -108,10 +108,10 @@ def test_inspect_needs_an_artifact_or_pipeline(capsys) -> None:
         (None, "No such file or directory; give an artifact folder or its plan.json"),
         ("{", "not a plan: Expecting"),
         ("[]", "not a plan: it has no format_version"),
-        ('{"format_version": 99}', "plan format 99, but this version reads format 1"),
+        ('{"format_version": 99}', "plan format 99, but this version reads format 2"),
         (
-            '{"format_version": 1, "spec": {}}',
-            "sections are missing: model, weights, kernels, memory, graphs, decisions",
+            '{"format_version": 2, "spec": {}}',
+            "sections are missing: model, weights, recipes, kernels, memory, graphs, decisions",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_example import example_plan, pack, read
+from plan_example import example_plan, nested, pack, place, read
 from tiny import compile_tiny
 
 from tapeout.compiler import cli
@@ -146,7 +146,7 @@ def test_weights_say_where_each_byte_comes_from_and_lies(example: Page) -> None:
 def test_weights_that_differ_in_more_than_their_number_stay_apart() -> None:
     plan = example_plan()
     plan["weights"][3]["format"] = "q8_0"
-    plan["weights"][5]["recipe"] = pack(read("blk.1.ffn_down.weight", [576, 1536], "q4_1"))
+    place(plan, plan["weights"][5], pack(read("blk.1.ffn_down.weight", [576, 1536], "q4_1")))
     plan["weights"][7]["error"] = {"relative_rms": 0.0125, "max_abs": 0.5}
     down = [group for group in weight_groups(plan) if group.name.endswith("mlp.down_proj")]
     assert [(group.name, group.numbers, group.format) for group in down] == [
@@ -253,9 +253,9 @@ def test_recipes_of_all_ranks_are_told() -> None:
     plan = example_plan()
     norm = plan["weights"][-1]
     whole = read("output_norm.weight", [1152], "f32")
-    norm["recipe"] = pack({"op": "rows", "start": 0, "stop": 576, "source": whole}, "raw")
-    norm["further_ranks"] = [pack({"op": "rows", "start": 576, "stop": 1152, "source": whole}, "raw")]
-    plan["weights"][0]["further_ranks"] = [plan["weights"][0]["recipe"]]
+    halves = ({"op": "rows", "start": start, "stop": start + 576, "source": whole} for start in (0, 576))
+    place(plan, norm, *(pack(half, "raw") for half in halves))
+    place(plan, plan["weights"][0], *(nested(plan, plan["weights"][0]) for _ in range(2)))
     words = " ".join(page(plan).text.split())
     assert (
         "rank 0 lay out as raw rows 0 to 576 read output_norm.weight 1152 f32 "
@@ -322,7 +322,7 @@ def test_hostile_names_are_text() -> None:
         "axes": [HOSTILE],
         "error": {"relative_rms": 1.0, "max_abs": 1.0},
     }
-    weight["recipe"] = {"op": HOSTILE, "field": HOSTILE, "source": read(HOSTILE, [576], HOSTILE)}
+    place(plan, weight, {"op": HOSTILE, "field": HOSTILE, "source": read(HOSTILE, [576], HOSTILE)})
     plan["graphs"][0] |= {"name": HOSTILE, "phase": HOSTILE}
     plan["graphs"][1]["launches"][-1] |= {"op": HOSTILE, "kernel": HOSTILE}
     plan["decisions"][0] = {
@@ -407,12 +407,9 @@ def test_a_large_plan_stays_small() -> None:
                 "layout": "tile16",
                 "axes": ["experts", "hidden"],
             }
-            place = {
-                "offset": 4096 * (12 * layer + part),
-                "bytes": 4096,
-                "recipe": pack({"op": "concat", "parts": experts}),
-            }
-            plan["weights"].append(weight | place)
+            weight |= {"offset": 4096 * (12 * layer + part), "bytes": 4096}
+            place(plan, weight, pack({"op": "concat", "parts": experts}))
+            plan["weights"].append(weight)
         for step in range(50):
             op = f"model.layers.{layer}.mlp.experts.part{step % 12}"
             args = {"w": ["weight", op], "n": 512, "k": 4 + step, "x": ["arena", 64 * layer]}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import StringIO
 
 import pytest
-from plan_example import example_plan
+from plan_example import example_plan, place
 from rich.console import Console
 
 from tapeout.compiler.views import print_decisions, print_plan, print_summary, print_weights
@@ -98,9 +98,7 @@ def test_a_weight_on_a_rank() -> None:
     plan = example_plan()
     weight = next(each for each in plan["weights"] if each["name"] == "model.layers.1.self_attn.qkv_proj")
     read = {"op": "read", "tensor": "w", "shape": [8, 4], "format": "f32"}
-    weight["recipe"], weight["further_ranks"] = (
-        {"op": "rows", "source": read, "start": 0, "stop": 4}, [{"op": "rows", "source": read, "start": 4, "stop": 8}]
-    )  # fmt: skip
+    place(plan, weight, *({"op": "rows", "source": read, "start": at, "stop": at + 4} for at in (0, 4)))
     at = "model.layers.1.self_attn.qkv_proj"
     assert "rows start 0 stop 4" in printed(print_weights, plan, at)
     assert "rows start 4 stop 8" in printed(lambda plan, name, out: print_weights(plan, name, out, rank=1), plan, at)

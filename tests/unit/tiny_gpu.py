@@ -284,7 +284,7 @@ def write_artifact(
         }
         for path, content in files.items()
     ]
-    manifest = {"format_version": 1, "tapeout_version": "0.1.0", "requires_runtime": ">=0.1"}
+    manifest = {"format_version": 2, "tapeout_version": "0.1.0", "requires_runtime": ">=0.1"}
     (folder / "manifest.json").write_text(
         json.dumps({**manifest, "architectures": list(architectures), "files": listed})
     )
