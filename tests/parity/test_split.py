@@ -141,7 +141,8 @@ REFUSED = [
         "mixtral",
         2,
         2,
-        "topology.parallel.expert is 2, and 5 experts do not make as many equal groups; legal degrees: 1",
+        "topology.parallel.expert is 2, and 5 experts do not make as many equal groups; legal degrees: 1 (+5 % padding "
+        "and replication)",
     ),
 ]
 
