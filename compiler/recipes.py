@@ -191,9 +191,9 @@ class Columns(Recipe):
         return (self.source.shape[0], self.stop - self.start)
 
 
-def _check_columns(what: str, ends: tuple[int, ...], format: str) -> None:
+def _check_columns(what: str, ends: tuple[int, ...], format: str, *, scales: bool = True) -> None:
     known = FORMATS[format]
-    block = known.tiles[1] or known.block if known.tiles else known.block
+    block = known.tiles[1] or known.block if known.tiles and scales else known.block
     if any(end % block for end in ends):
         raise TapeoutError(f"{what} cut through a block of {format}; cuts must be multiples of {block}")
 
@@ -420,7 +420,8 @@ class PadRows(Recipe):
             raise TapeoutError(
                 f"{self.source.shape[0]} rows do not make groups of {self.period} to pad to {self.padded}"
             )
-        _check_tiles("padded groups of rows", (self.period, self.padded), self.source.format)
+        if self.period != self.source.shape[0]:  # behind all rows, a scale may end within its tile as it does now
+            _check_tiles("padded groups of rows", (self.period, self.padded), self.source.format)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -442,7 +443,9 @@ class PadColumns(Recipe):
             raise TapeoutError(
                 f"shape {list(self.source.shape)} does not make groups of {self.period} columns to pad to {self.padded}"
             )
-        _check_columns(f"columns padded from {self.period} to {self.padded}", (self.period, self.padded), self.format)
+        inside = self.period != self.source.shape[1]  # see PadRows
+        what = f"columns padded from {self.period} to {self.padded}"
+        _check_columns(what, (self.period, self.padded), self.format, scales=inside)
 
     @property
     def shape(self) -> tuple[int, ...]:

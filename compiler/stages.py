@@ -250,6 +250,13 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class AtLeast:
+    """An argument that is 1 in launch lists planned for at least ``rows`` rows, and 0 in others."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
 class SizeOf:
     """An argument that is the planned size of a buffer in bytes."""
 
@@ -276,7 +283,7 @@ class RankOf:
     times: int
 
 
-Arg = Span | WeightRef | KvRef | Capacity | SizeOf | StepRef | CommRef | RankOf | int | float
+Arg = Span | WeightRef | KvRef | Capacity | AtLeast | SizeOf | StepRef | CommRef | RankOf | int | float
 
 
 @dataclass(frozen=True)

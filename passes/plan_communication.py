@@ -29,7 +29,7 @@ def plan_communication(fused: FusedModel, device: Device, topology: Topology, se
         kinds = sorted(lists[phase].items())
         made = (_collective(kind, columns, count, rows, ranks, link) for (kind, columns), count in kinds)
         exchanges.append(Exchange(phase, rows, tuple(made)))
-    return CommunicationPlan(ranks, link, tuple(exchanges), _decide(exchanges, ranks, link))
+    return CommunicationPlan(ranks, link, tuple(exchanges), _decide(exchanges, ranks, link) if link else ())
 
 
 def slowest_link(device: CudaDevice, topology: Topology) -> Link:
@@ -56,7 +56,7 @@ def _collective(kind: str, columns: int, count: int, rows: int, ranks: int, link
     """``nbytes`` are those of the result, which every rank has afterwards."""
     nbytes = rows * columns * (GPU_VALUE if link else CPU_VALUE)
     if link is None:
-        two = kind == "all_reduce" and collective.two_shot(ranks, rows, columns)
+        two = kind == "all_reduce" and rows >= collective.two_shot_rows(columns)
         return Collective(kind, columns, count, nbytes, "two-shot" if two else "one-shot")
     times = costs_us(kind, nbytes, ranks, link)
     algorithm = min(times, key=lambda name: times[name])
@@ -79,8 +79,8 @@ def costs_us(kind: str, nbytes: int, ranks: int, link: Link) -> dict[str, float]
     }
 
 
-def _decide(exchanges: list[Exchange], ranks: int, link: Link | None) -> tuple[Decision, ...]:
-    """One decision a kind of collective and algorithm, with the range of sizes it was chosen for."""
+def _decide(exchanges: list[Exchange], ranks: int, link: Link) -> tuple[Decision, ...]:
+    """One decision an algorithm, with the range of sizes it was chosen for; of CPUs the lowering says it."""
     reduces = [made for exchange in exchanges for made in exchange.collectives if made.kind == "all_reduce"]
     decisions: list[Decision] = []
     for algorithm in sorted({made.algorithm for made in reduces}):
@@ -89,10 +89,6 @@ def _decide(exchanges: list[Exchange], ranks: int, link: Link | None) -> tuple[D
         subject = (
             f"all_reduce of {sizes[0]:,} to {sizes[-1]:,} bytes" if sizes[1:] else f"all_reduce of {sizes[0]:,} bytes"
         )
-        if link is None:
-            reason = "few columns a rank: one barrier" if algorithm == "one-shot" else "every rank sums one piece"
-            decisions.append(Decision("plan_communication", subject, algorithm, reason, ((other, "is slower there"),)))
-            continue
         times = costs_us("all_reduce", sizes[-1], ranks, link)
         reason = "predicted to be faster over the slowest link, at the largest of these sizes"
         evidence = (("us", round(times[algorithm], 2)), ("gb_s", link.gb_s), ("latency_us", link.latency_us))

@@ -7,6 +7,7 @@ from typing import Any
 
 from tapeout.compiler.stages import (
     Arg,
+    AtLeast,
     BuiltKernel,
     Capacity,
     CommRef,
@@ -97,6 +98,8 @@ class _Binder:
                 return ["kv", self.memory.cache_offsets[cache]]
             case Capacity(terms):
                 return rows * terms
+            case AtLeast(least):
+                return int(rows >= least)
             case CommRef():
                 return ["comm", 0]
             case RankOf(ranks, times):

@@ -18,13 +18,14 @@ REDUCE_SCATTER = _entry("reduce_scatter")
 ALL_TO_ALL = _entry("all_to_all")
 
 
-def two_shot(ranks: int, rows: int, k: int) -> bool:
-    """Whether an all_reduce of a launch list planned for ``rows`` rows sums shares; the result is the same bits.
+def two_shot_rows(k: int) -> int:
+    """Rows of ``k`` floats from which on an all_reduce is a reduce_scatter and an all_gather; the sum is the same bits.
 
-    Every rank reads all operands and meets the others once, or reads two and meets them twice, which costs where ranks
-    share cores: there the times cross near 64 KiB (tests/benchmarks/bench_collectives.py).
+    In one shot every rank reads all operands and meets the others once; in two it reads two operands in all and meets
+    them twice, which costs where ranks share cores: there the times cross near 64 KiB
+    (tests/benchmarks/bench_collectives.py).
     """
-    return ranks > 1 and 4 * rows * k >= _TWO_SHOT_BYTES
+    return -(-_TWO_SHOT_BYTES // (4 * k))
 
 
 def buffer_bytes(kernel: KernelEntry, ranks: int, rows: int, k: int) -> int:

@@ -169,9 +169,10 @@ def _multiply(lowering: CpuLowering, op: Op, x: Span, y: Span, sizes: tuple[int,
     added = (y, extra) if isinstance(extra, Span) else ()
     lowering.emit(kernel, op, args, (x, starts, *pairs, *added[:1]), (y, *added[1:]))
     nbytes = packed_bytes(lowering.slots[slot].shape, format, linear.LAYOUT)
-    why = f"a decode step would read {count / top_k:.0f} times the weights"
+    every = count * lowering.fused.sharded.mesh.expert  # experts of all ranks, of which a row chooses
+    why = f"a decode step would read {every / top_k:.0f} times the weights"
     reason = f"serves {format} as stored, layout {linear.LAYOUT}; only chosen experts are read"
-    evidence = (("experts", count), ("top_k", top_k), ("bytes", nbytes), ("decode_bytes", nbytes * top_k // count))
+    evidence = (("experts", count), ("top_k", top_k), ("bytes", nbytes), ("decode_bytes", nbytes * top_k // every))
     other = ("every row through every expert", why)
     lowering.decisions.append(Decision("select_kernels", op.name, kernel.name, reason, (other,), evidence))
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
 
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.recipes import Columns, Convert, GroupRows, PadColumns, PadRows, Recipe, Rows
-from tapeout.runtime.errors import TapeoutError
 
 
 @dataclass(frozen=True)
@@ -62,35 +60,8 @@ class Cut:
         return self.padded(elements) // self.pieces
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The cuts of query and key heads, which belong together: a rank needs the key heads that its query heads read."""
-
-    query: Cut
-    key: Cut
-    added: float
-    """Query heads that are padding, as a share of the model's."""
-
-
-def heads_over(heads: int, kv_heads: int, count: int, *, align: int = 1, copy: bool = True) -> Heads:
-    """The cut of ``heads`` query and ``kv_heads`` key heads over ``count`` ranks that pads the fewest heads.
-
-    Key heads are cut (their number padded to a multiple of the ranks), or, with ``copy``, each is copied to the ranks
-    that share its query heads (whose number is padded to a multiple of the copies). A rank's query heads are a multiple
-    of ``align``, so that they end with a block of the weight that reads them.
-    """
-    group = heads // kv_heads
-    kv = _up(kv_heads, count * (align // gcd(align, group)))
-    cut = Heads(Cut(count, ((heads, kv * group),)), Cut(count, ((kv_heads, kv),)), kv / kv_heads - 1)
-    if not copy or count % kv_heads or count == kv_heads or group % align:
-        return cut
-    copies = count // kv_heads
-    wide = _up(group, copies * align)
-    copied = Heads(Cut(count, ((group, wide),)), Cut(kv_heads, (), copies), wide / group - 1)
-    return min(cut, copied, key=lambda way: way.added)
-
-
-def _up(value: int, step: int) -> int:
+def up(value: int, step: int) -> int:
+    """The least multiple of ``step`` that is not below ``value``."""
     return -(-value // step) * step
 
 
@@ -108,7 +79,7 @@ def column_unit(format: str) -> int:
 
 def width_over(width: int, pieces: int, unit: int) -> Cut:
     """The cut of a width into pieces that are multiples of ``unit``."""
-    return Cut(pieces, ((width, _up(width, unit * pieces)),)) if pieces > 1 else Cut(1)
+    return Cut(pieces, ((width, up(width, unit * pieces)),)) if pieces > 1 else Cut(1)
 
 
 def rows_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1, period: int = 0) -> Recipe:
@@ -141,14 +112,3 @@ def columns_of(recipe: Recipe, cut: Cut, rank: int, *, unit: int = 1) -> Recipe:
         return recipe
     local, piece = recipe.shape[1] // cut.pieces, cut.piece(rank)
     return Columns(recipe, piece * local, (piece + 1) * local)
-
-
-def experts_of(experts: int, mesh: Mesh) -> int:
-    """Experts of one group. Raises TapeoutError with the legal degrees where the groups would differ."""
-    if experts % mesh.expert:
-        legal = ", ".join(str(n) for n in range(1, mesh.count + 1) if mesh.count % n == 0 and experts % n == 0)
-        raise TapeoutError(
-            f"topology.parallel.expert is {mesh.expert}, and {experts} experts do not make as many equal groups; "
-            f"legal degrees: {legal}"
-        )
-    return experts // mesh.expert

@@ -8,31 +8,19 @@ two partial values stays partial, so that routed and shared experts share one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import gcd, lcm
+from math import lcm
 from typing import Literal
 
 from tapeout.compiler.ir import Attr, Graph, Op, Weight
-from tapeout.compiler.partition.axes import (
-    Cut,
-    Mesh,
-    column_unit,
-    columns_of,
-    experts_of,
-    heads_over,
-    row_unit,
-    rows_of,
-    width_over,
-)
+from tapeout.compiler.partition.axes import Cut, Mesh, column_unit, columns_of, row_unit, rows_of, width_over
+from tapeout.compiler.partition.heads import ATTENTION, cut_heads, head_counts
 from tapeout.compiler.recipes import Constant, Recipe
-from tapeout.compiler.stages import Decision
 from tapeout.runtime.errors import TapeoutError
 
 Kind = Literal["whole", "split", "partial"]
 Shard = Callable[[Recipe, int], Recipe]
-ATTENTION = frozenset(("attention", "latent_attention", "sparse_latent_attention", "window_attention",
-                       "compressed_attention", "sparse_compressed_attention"))  # fmt: skip
 FOLLOWS = frozenset(("rmsnorm", "unit_norm", "rope", "rotate", "columns", "gated"))
 TILE = 16  # rows of a tile of CPU kernels; what is cut is cut between tiles
 
@@ -40,9 +28,9 @@ TILE = 16  # rows of a tile of CPU kernels; what is cut is cut between tiles
 class RankProgram:
     """Goes through a program once. ``shards`` says for each slot what a rank's recipe is."""
 
-    def __init__(self, graph: Graph, recipes: dict[str, Recipe], mesh: Mesh) -> None:
-        self.graph, self.recipes, self.mesh = graph, dict(recipes), mesh
-        self.slots, self.by_name = dict(graph.slots), dict(graph.by_name)
+    def __init__(self, graph: Graph, recipes: Mapping[str, Recipe], mesh: Mesh) -> None:
+        self.recipes, self.mesh = dict(recipes), mesh
+        self.slots, self.by_name = dict(graph.slots), graph.by_name
         self.kinds: dict[str, Kind] = {}
         self.widths: dict[str, int] = {}
         self.ops: list[Op] = []
@@ -51,73 +39,32 @@ class RankProgram:
         self.readers = graph.consumers()
         self.waiting: dict[str, Op] = {}
         self.padded: dict[tuple[str, int], int] = {}
-        self.head_counts = _head_counts(graph)
-        self.heads = heads_over(*self.head_counts, mesh.count, align=self._head_align(), copy=self._copies_keys())
-
-    def build(self) -> Graph:
-        """The program of a rank: the same for all, but for the recipes of its weights."""
-        for op in self.graph.ops:
+        self.head_counts = head_counts(graph)
+        self.heads = cut_heads(graph, recipes, mesh.count)
+        self.ffn_unit, self.expert_unit = (_width_unit(graph, recipes, experts=experts) for experts in (False, True))
+        for op in graph.ops:
             method = self._attention if op.kind in ATTENTION else getattr(self, f"_{op.kind}", self._other)
             method(op)
-        output = self._need(self.graph.output)
+        self.output = self._need(graph.output)
+
+    def graph(self) -> Graph:
+        """The program of a rank: the same for all, but for the recipes of its weights. Raises TapeoutError."""
         weights = tuple(replace(slot, shape=self.shard(name, 0).shape) for name, slot in self.slots.items())
-        return Graph(tuple(self.ops), weights, output)
+        return Graph(tuple(self.ops), weights, self.output)
 
     def shard(self, slot: str, rank: int) -> Recipe:
-        """The recipe of a slot on a rank."""
+        """The recipe of a slot on a rank. Raises TapeoutError for a weight that cannot be cut there."""
         cut = self.shards.get(slot)
         try:
             return cut(self.recipes[slot], rank) if cut else self.recipes[slot]
         except TapeoutError as error:
             raise TapeoutError(
-                f"topology.count {self.mesh.count}: {slot} cannot be cut into that many pieces as it is: {error}; "
-                "another count, or a rule that converts the weight, avoids this"
+                f"topology.count is {self.mesh.count}, and {slot} cannot be cut into that many pieces as it is: {error}"
             ) from error
 
     def ranks(self) -> tuple[tuple[tuple[str, Recipe], ...], ...]:
-        """The recipes of all slots, by rank."""
+        """The recipes of all slots, by rank. Raises TapeoutError."""
         return tuple(tuple((name, self.shard(name, rank)) for name in self.slots) for rank in range(self.mesh.count))
-
-    def decisions(self) -> tuple[Decision, ...]:
-        """What was cut and padded, and the collectives of a step."""
-        reduces = [op for op in self.ops if op.kind == "all_reduce"]
-        heads, kv_heads = self.head_counts
-        pieces = [f"{self.heads.query.local(heads)} of {heads} query heads"]
-        pieces.append(f"{self.heads.key.local(kv_heads)} of {kv_heads} key heads")
-        more = f", {self.heads.added:.0%} of padding" if self.heads.added else ""
-        cut = f"tensor {self.mesh.count}, expert {self.mesh.expert}"
-        reason = f"topology asks for it; a rank has {' and '.join(pieces)}{more}"
-        evidence = (("all_reduce", len(reduces)), ("bytes_a_row", sum(4 * op.width for op in reduces)))
-        whole = "every lookup would be summed over the ranks, for 1 / ranks of its bytes"
-        return (
-            Decision("partition", "mesh", cut, reason, (), evidence),
-            Decision("partition", "embedding", "whole on every rank", "a step reads a row of it", (("split", whole),)),
-            *(self._padding(*key, padded) for key, padded in self.padded.items() if padded > key[1]),
-        )
-
-    def _padding(self, what: str, size: int, padded: int) -> Decision:
-        reason = f"pieces of {size} channels would end within a tile or a block of a weight"
-        more = (
-            "topology.parallel.expert gives ranks whole experts" if what == "experts" else "a smaller count pads less"
-        )
-        choice = f"padded from {size} to {padded} channels, {padded / size - 1:.0%} more"
-        return Decision("partition", what, choice, reason, (("less padding", more),))
-
-    # -- what heads there are
-
-    def _copies_keys(self) -> bool:
-        """Whether ranks may share a key head: where it is a head of its own, and not a group of output heads."""
-        return any(op.kind == "attention" for op in self.graph.ops)
-
-    def _head_align(self) -> int:
-        """Heads whose channels are whole blocks of every weight that reads them."""
-        align, heads = 1, self.head_counts[0]
-        for op in self.graph.ops:
-            if op.kind == "linear" and self.slots[op.weights[0]].axes[1] == "heads":
-                channels = self.slots[op.weights[0]].shape[1] // heads
-                block = column_unit(self.recipes[op.weights[0]].format)
-                align = max(align, block // gcd(block, channels))
-        return align
 
     # -- values
 
@@ -197,7 +144,7 @@ class RankProgram:
                 self.shards[slot.name] = _by_columns(cut[0], cut[1])
                 self._once(op, cut[0])
                 return self._emit(op, "partial", op.width, op.inputs)
-        x, found = self._need(x), self._cut(rows, op.width)
+        x, found = self._need(x), self._cut(rows, op.width, row_unit(self.recipes[slot.name].format))
         if found is None:
             return self._emit(op, "whole", op.width, (x,))
         cut, unit = found
@@ -206,8 +153,11 @@ class RankProgram:
             self.shards[name] = _by_rows(cut, unit)
         return self._emit(own, "split", cut.local(op.width // unit) * unit, (x,))
 
-    def _cut(self, axis: str, size: int) -> tuple[Cut, int] | None:
-        """How an axis of ``size`` elements is cut, and the elements of a head; None for one that stays whole."""
+    def _cut(self, axis: str, size: int, unit: int = 1) -> tuple[Cut, int] | None:
+        """How an axis of ``size`` elements is cut, and the elements of a head; None for one that stays whole.
+
+        ``unit`` is how many rows of the weight share a scale.
+        """
         heads, kv_heads = self.head_counts
         if axis == "heads":
             return self.heads.query, size // heads
@@ -216,26 +166,15 @@ class RankProgram:
         if axis == "o_rank":
             return Cut(self.mesh.count, self.heads.key.pads), size // kv_heads
         if axis == "ffn":
-            return self._width("feed-forward", size, self.mesh.count, self._ffn_unit(experts=False)), 1
+            return self._width("feed-forward", size, self.mesh.count, self.ffn_unit), 1
         if axis == "vocab":
-            return self._width("vocabulary", size, self.mesh.count, TILE), 1
+            return self._width("vocabulary", size, self.mesh.count, lcm(TILE, unit)), 1
         return None
 
     def _width(self, what: str, size: int, pieces: int, unit: int) -> Cut:
         cut = width_over(size, pieces, unit)
         self.padded[what, size] = cut.padded(size)
         return cut
-
-    def _ffn_unit(self, *, experts: bool) -> int:
-        """Channels that a piece is a multiple of: rows of gate and up, columns of down, which are cut at one place."""
-        unit = TILE
-        for name, slot in self.slots.items():
-            rows, *columns = slot.axes
-            if rows.startswith("experts ") == experts and columns:
-                format = self.recipes[name].format
-                unit = lcm(unit, row_unit(format) if rows.endswith("ffn") else 1)
-                unit = lcm(unit, column_unit(format) if columns[0] == "ffn" else 1)
-        return unit
 
     def _own_slots(self, op: Op) -> Op:
         """The op with a slot of its own, where another op needs the whole of it: a head tied to the embedding."""
@@ -262,11 +201,11 @@ class RankProgram:
     # -- experts
 
     def _ffn_of_experts(self, width: int) -> Cut:
-        return self._width("experts", width, self.mesh.within, self._ffn_unit(experts=True))
+        return self._width("experts", width, self.mesh.within, self.expert_unit)
 
     def _expert_linear(self, op: Op) -> None:
         experts, top_k = op.integer("experts"), op.integer("top_k")
-        held, width = experts_of(experts, self.mesh), op.width // top_k
+        held, width = experts // self.mesh.expert, op.width // top_k
         cut = self._ffn_of_experts(width)
 
         def shard(recipe: Recipe, rank: int) -> Recipe:
@@ -279,7 +218,7 @@ class RankProgram:
 
     def _expert_sum(self, op: Op) -> None:
         experts, top_k = op.integer("experts"), op.integer("top_k")
-        held, width = experts_of(experts, self.mesh), self.by_name[op.inputs[0]].width // top_k
+        held, width = experts // self.mesh.expert, self.by_name[op.inputs[0]].width // top_k
         cut = self._ffn_of_experts(width)
         self.shards[op.weights[0]] = lambda recipe, rank: columns_of(
             self._held(recipe, held * op.width, rank), self._within(cut, rank), 0
@@ -302,16 +241,16 @@ class RankProgram:
         return replace(cut, first=self.mesh.expert_piece(rank))
 
 
-def _head_counts(graph: Graph) -> tuple[int, int]:
-    """Query heads, and key heads or groups of heads that must stay together. Programs have one kind of attention."""
-    for op in graph.ops:
-        if op.kind == "attention":
-            return op.integer("heads"), op.integer("kv_heads")
-        if op.kind in ATTENTION:
-            heads = op.integer("heads")
-            groups = [o.integer("heads") for o in graph.ops if o.kind == "head_linear" and o.integer("heads") != heads]
-            return heads, min([heads, *groups])
-    return 1, 1
+def _width_unit(graph: Graph, recipes: Mapping[str, Recipe], *, experts: bool) -> int:
+    """Channels that a piece is a multiple of: rows of gate and up, columns of down, which are cut at one place."""
+    unit = TILE
+    for slot in graph.weights:
+        rows, *columns = slot.axes
+        if rows.startswith("experts ") == experts and columns:
+            format = recipes[slot.name].format
+            unit = lcm(unit, row_unit(format) if rows.endswith("ffn") else 1)
+            unit = lcm(unit, column_unit(format) if columns[0] == "ffn" else 1)
+    return unit
 
 
 def _by_rows(cut: Cut, unit: int) -> Shard:

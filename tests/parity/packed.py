@@ -139,6 +139,18 @@ def int8(codes: torch.Tensor, scale: torch.Tensor, words: bool) -> Packed:
     return {**tensors, "weight_scale": scale}, values
 
 
+def int8_packer(group: int) -> Pack:
+    """Absmax / 127 of each group, rounded to nearest; bfloat16 scales."""
+
+    def pack(values: Floats) -> Packed:
+        x = torch.from_numpy(values).reshape(len(values), -1, group)
+        scale = (x.abs().amax(-1) / 127).to(torch.bfloat16)
+        codes = (x / scale.float()[..., None]).round().clamp(-128, 127).reshape(values.shape)
+        return int8(codes.to(torch.int8), scale, words=True)
+
+    return pack
+
+
 def int8_args(group: int) -> dict[str, Any]:
     """``weights`` of a config group; ``group`` -1 is one scale a row."""
     return {**int4_args(group, False), "num_bits": 8}
@@ -254,6 +266,19 @@ def transposed_packer(kind: str, group: int, zeros: bool) -> Pack:
         codes, scale, zero = _affine(values, group, zeros, torch.float16)
         arguments = codes.numpy().astype(np.int64), scale, zero.numpy().astype(np.int64)
         return awq(*arguments) if kind == "awq" else gptq(*arguments, version=2 if kind == "gptq_v2" else 1)
+
+    return pack
+
+
+def act_order_packer(group: int) -> Pack:
+    """GPTQ whose groups are not of neighbours: ``g_idx`` is out of order, by the same rule for one width."""
+
+    def pack(values: Floats) -> Packed:
+        columns = np.random.default_rng(values.shape[1]).permutation(values.shape[1])
+        sorted_codes, scale, zero = _affine(values[:, columns], group, True, torch.float16)
+        codes, order = np.empty(values.shape, np.int64), np.empty(values.shape[1], np.int64)
+        codes[:, columns], order[columns] = sorted_codes.numpy(), np.arange(values.shape[1]) // group
+        return gptq(codes, scale, zero.numpy().astype(np.int64), order=order)
 
     return pack
 
