@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from tapeout.compiler.cache import CachedWeight
 from tapeout.compiler.checkpoints.base import Checkpoint
 from tapeout.compiler.emit.evaluate import STRIP_VALUES, ErrorSums, Evaluator, Sums, shared_digests
 from tapeout.compiler.emit.native import Native
+from tapeout.compiler.emit.outputs import OutputFile, aligned
 from tapeout.compiler.emit.unpack import BY_COLUMNS
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes
-from tapeout.compiler.layouts import LAYOUTS, Part, packed_bytes
+from tapeout.compiler.layouts import LAYOUTS, PAGE, Part, packed_bytes
 from tapeout.compiler.recipes import HalvesFromPairs, Pack, Recipe, TransposeGroups, Unpack
 from tapeout.runtime.errors import TapeoutError
 
@@ -159,7 +158,10 @@ def cut_pieces(entries: Sequence[WeightEntry], data_start: int) -> Iterator[Piec
     """Every weight in pieces of about TASK_BYTES a rank, in order; the last of each carries the padding."""
     for number, entry in enumerate(entries):
         parts, rows = entry.parts, entry.matrix[0]
-        step = max(1, TASK_BYTES // sum(part.nbytes * entry.unit // part.rows for part in parts)) * entry.unit
+        unit = sum(part.nbytes * entry.unit // part.rows for part in parts)
+        # pieces of a single part start on pages, if few units make up some
+        pages = PAGE // math.gcd(unit, PAGE) if len(parts) == 1 else 1
+        step = max(1, TASK_BYTES // unit // pages * pages or TASK_BYTES // unit) * entry.unit
         ends = [*(part.offset for part in parts[1:]), entry.nbytes]
         for start in range(0, rows, step):
             stop = min(start + step, rows)
@@ -209,18 +211,21 @@ class PieceWriter:
         self.emission = emission
         self.native = native
         self.evaluator = Evaluator(emission.checkpoint, native)
-        self._files: list[int] = []
+        self._files: list[OutputFile] = []
         self._cached: dict[Path, int] = {}
 
     def __enter__(self) -> PieceWriter:
-        self._files = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in self.emission.paths]
+        total = self.emission.nbytes * self.emission.ranks
+        self._files = [OutputFile(path, total) for path in self.emission.paths]
         for weight in (self.emission.reused or {}).values():
             if weight.file not in self._cached:
                 self._cached[weight.file] = os.open(weight.file, os.O_RDONLY | os.O_CLOEXEC)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in (*self._files, *self._cached.values()):
+        for file in self._files:
+            file.close()
+        for fd in self._cached.values():
             os.close(fd)
 
     def write(self, piece: Piece, hashed: Hashed) -> list[Sums | None]:
@@ -231,7 +236,7 @@ class PieceWriter:
         entry = self.emission.entries[piece.entry]
         errors = [ErrorSums() for _ in entry.variants]
         # An array a span: one that has to wait for an earlier chunk must not keep the others in memory.
-        outs = [[np.empty(span.nbytes + span.padding, np.uint8) for span in piece.spans] for _ in entry.variants]
+        outs = [[aligned(span.nbytes + span.padding, span.offset) for span in piece.spans] for _ in entry.variants]
         packed = [[out[: span.nbytes] for out, span in zip(each, piece.spans, strict=True)] for each in outs]
         build: list[int] = []
         for number in range(len(entry.variants)):
@@ -245,16 +250,10 @@ class PieceWriter:
         for variant, each in zip(entry.variants, outs, strict=True):
             for out, span in zip(each, piece.spans, strict=True):
                 out[span.nbytes :] = 0
-                for rank in variant.ranks:
-                    self._put(rank, span.offset, out.data, hashed)
+                for rank in variant.ranks if out.size else ():
+                    self._files[rank].write(span.offset, out.data)
+                    hashed(rank, span.offset, out.data)
         return [each.sums if each.lossy else None for each in errors]
-
-    def _put(self, rank: int, offset: int, data: memoryview, hashed: Hashed) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._files[rank], data[done:], offset + done)
-        if data:
-            hashed(rank, offset, data)
 
     def _build(self, piece: Piece, outs: Mapping[int, list[Bytes]], errors: list[ErrorSums]) -> None:
         """Strip by strip, the variants side by side."""

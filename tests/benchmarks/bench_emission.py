@@ -74,9 +74,9 @@ def generate(path: Path, gigabytes: float) -> None:
 def emit(source: Path, out: Path, to: str, jobs: int) -> None:
     """Emit every tensor and print seconds and peak RSS: the body of a child process."""
     from tapeout.compiler.checkpoints import open_checkpoint
-    from tapeout.compiler.emit.native import load_native
     from tapeout.compiler.emit.executors import Threads
     from tapeout.compiler.emit.jobs import Journal
+    from tapeout.compiler.emit.native import load_native
     from tapeout.compiler.emit.pieces import WeightEntry
     from tapeout.compiler.emit.weights import emission_key, emit_weights, plan_emission
     from tapeout.compiler.environment import Environment
