@@ -1,4 +1,4 @@
-"""The files that emission writes: through the page cache, or past it where more is to be written than it should hold."""
+"""The files that emission writes: through the page cache, or past it where there is more than it should hold."""
 
 from __future__ import annotations
 
