@@ -34,7 +34,7 @@ $(VENV)/.demo: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/.test: pyproject.toml tests/constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[compiler,cuda,gpu,verify,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c tests/constraints.txt -e '.[compiler,cuda,gpu,ray,verify,dev]'
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.gpu: pyproject.toml | $(VENV)/.test

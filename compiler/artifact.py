@@ -4,6 +4,10 @@ Everything is written into ``.NAME.tmp-PID`` beside the target and synced; one `
 old artifact is exchanged for the new one in the same call, so a kill at any time leaves one of the two. Where the file
 system has no exchange, the old one steps aside as ``.NAME.old-PID`` first; a kill right there leaves no NAME until the
 next compile to it, which puts the old one back before it starts.
+
+What a killed or interrupted compile leaves is removed by the next one to NAME, unless its journal says that it is the
+beginning of the same weights: then that one takes the folder over. A compile that is interrupted, or fails for want of
+disk or workers, leaves its folder for that once a job of its emission is finished; other failures remove it.
 """
 
 from __future__ import annotations
@@ -14,23 +18,28 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tapeout.compiler.emit.digests import CHUNK_BYTES, digest_chunks
+from tapeout.compiler.emit.executors import WorkersLost
+from tapeout.compiler.emit.jobs import JOURNAL, held_bytes, journal_state
 from tapeout.compiler.emit.weights import EmissionReport
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.manifest import FORMAT_VERSION, MANIFEST, RUNTIME_VERSION, Manifest, parse_manifest
 
 REQUIRES_RUNTIME = ">=0.1"
+WEIGHTS = "weights"
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PASSING = (KeyboardInterrupt, OSError, WorkersLost)
+"""After these the same compile may succeed, without a change of what it reads."""
 
 
 def canonical_json(document: Any) -> bytes:
@@ -39,16 +48,18 @@ def canonical_json(document: Any) -> bytes:
 
 
 class ArtifactWriter:
-    """A new artifact under way; a context manager. Leaving it without ``seal`` removes what was written.
+    """A new artifact under way; a context manager. Leaving it without ``seal`` removes what was written, or leaves it.
 
+    ``emission`` is the key of the weights to come: what was left of the same ones is taken over.
     Raises TapeoutError if ``out`` exists (unless ``force`` and it holds an artifact and nothing else), if less than
     ``needed_bytes`` are free, and, on leaving, if the disk became full or could not be written.
     """
 
-    def __init__(self, out: Path, *, force: bool = False, needed_bytes: int = 0) -> None:
+    def __init__(self, out: Path, *, force: bool = False, needed_bytes: int = 0, emission: str = "") -> None:
         self.out = out.resolve() if out.is_symlink() else out.absolute()
         self.force = force
         self.needed_bytes = needed_bytes
+        self.emission = emission
         self._digests: dict[str, tuple[int, tuple[str, ...]]] = {}
         self._folder = self.out
         self._lock = -1
@@ -57,10 +68,15 @@ class ArtifactWriter:
         check_target(self.out, self.force)
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            _sweep(self.out)
-            check_target(self.out, self.force)
-            _check_space(self.out.parent, self.needed_bytes)
-            self._folder, self._lock = _make_folder(self.out)
+            taken = _sweep(self.out, self.emission)
+            try:
+                check_target(self.out, self.force)
+                _check_space(self.out.parent, self.needed_bytes - (held_bytes(taken[0]) if taken else 0))
+                self._folder, self._lock = taken or _make_folder(self.out)
+            except TapeoutError:
+                if taken:
+                    os.close(taken[1])
+                raise
         except OSError as error:
             blocked = isinstance(error, FileExistsError | NotADirectoryError)
             reason = "a part of the path is a file" if blocked else error.strerror
@@ -70,11 +86,19 @@ class ArtifactWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        left = ""
         if self._folder != self.out:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            finished = journal_state(self._folder)[1] if isinstance(error, _PASSING) else 0
+            if finished:
+                jobs = "job is" if finished == 1 else "jobs are"
+                left = f"{finished} {jobs} finished: the same command continues there, or remove {self._folder}"
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
         os.close(self._lock)
         if isinstance(error, OSError):
-            raise self._explain(error) from error
+            raise self._explain(error, left) from error
+        if left and error is not None:
+            error.add_note(left)
 
     def path(self, name: str) -> Path:
         """Where to write the file ``name``; its folder exists."""
@@ -107,6 +131,8 @@ class ArtifactWriter:
         }
         self.path(MANIFEST).write_bytes(canonical_json(manifest))
         _sync(self._folder)
+        (self._folder / JOURNAL).unlink(missing_ok=True)  # only now: bringing all to the disk may take minutes
+        _sync_one(self._folder)
         check_target(self.out, self.force)
         self._place()
         _sync_one(self.out.parent)
@@ -124,14 +150,16 @@ class ArtifactWriter:
             os.rename(self._folder, self.out)
             self._folder = aside
 
-    def _explain(self, error: OSError) -> TapeoutError:
+    def _explain(self, error: OSError, left: str) -> TapeoutError:
+        more = f"; {left}" if left else ""
         if error.errno in _DISK_FULL:
             free = shutil.disk_usage(self.out.parent).free
             return TapeoutError(
                 f"{self.out}: the disk became full during the compilation (it needs {_size(self.needed_bytes)}, "
-                f"{_size(free)} are free there now); free some space or choose another folder"
+                f"{_size(free)} are free there now); free some space or choose another folder{more}"
             )
-        return TapeoutError(f"{error.filename or self.out}: cannot be read or written ({error.strerror or error})")
+        where = error.filename or self.out
+        return TapeoutError(f"{where}: cannot be read or written ({error.strerror or error}){more}")
 
 
 def check_target(out: Path, force: bool) -> None:
@@ -197,17 +225,41 @@ def _make_folder(out: Path) -> tuple[Path, int]:
     raise TapeoutError(f"{first}: a thousand compilations to {out} are under way")
 
 
-def _sweep(out: Path) -> None:
-    """Remove what killed compilations to ``out`` left behind, and put back an artifact that had stepped aside."""
-    for kind in ("old", "tmp"):
-        prefix = f".{out.name}.{kind}-"
-        for folder in sorted(out.parent.glob(f"{_literal(prefix)}*")):
-            if not _is_dead(folder, folder.name.removeprefix(prefix)):
-                continue
-            if kind == "old" and not out.exists():
-                os.rename(folder, out)
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
+def _sweep(out: Path, emission: str) -> tuple[Path, int] | None:
+    """Remove what dead compilations to ``out`` left behind, and put back an artifact that had stepped aside.
+
+    Returns the folder that holds most of the emission of this key, taken over and locked, if there is one.
+    """
+    for folder, lock in _dead(out, "old"):
+        if out.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            os.rename(folder, out)
+        os.close(lock)
+    best, most = None, 0
+    for folder, lock in _dead(out, "tmp"):
+        key, finished = journal_state(folder)
+        if key == emission and finished > most:
+            if best:
+                _drop(*best)
+            best, most = (folder, lock), finished
+        else:
+            _drop(folder, lock)
+    if best:
+        _only_weights(best[0])
+    return best
+
+
+def _drop(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _only_weights(folder: Path) -> None:
+    """Keep of a folder that was taken over what belongs to its emission; kernels, say, may be others now."""
+    for each in folder.iterdir():
+        if each.name not in (JOURNAL, WEIGHTS):
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
 
 
 def _literal(text: str) -> str:
@@ -215,21 +267,37 @@ def _literal(text: str) -> str:
     return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in text)
 
 
-def _is_dead(folder: Path, owner: str) -> bool:
-    """Whether the process that made a temporary folder has ended: its number is free and its lock is gone."""
+def _dead(out: Path, kind: str) -> Iterator[tuple[Path, int]]:
+    """Temporary folders whose process has ended, each with the lock that this process now has on it."""
+    prefix = f".{out.name}.{kind}-"
+    for folder in sorted(out.parent.glob(f"{_literal(prefix)}*")):
+        lock = _lock_dead(folder, folder.name.removeprefix(prefix))
+        if lock is not None:
+            yield folder, lock
+
+
+def _lock_dead(folder: Path, owner: str) -> int | None:
+    """The lock of a folder that nobody holds.
+
+    Unless a journal shows that somebody did, its process must be gone too: a folder just made is not locked yet.
+    """
     pid = owner.split("-", maxsplit=1)[0]
     if not pid.isascii() or not pid.isdigit() or folder.is_symlink() or not folder.is_dir():
-        return False
-    if Path(f"/proc/{pid}").exists():
-        return False
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return None
+    if Path(f"/proc/{pid}").exists() and not (folder / JOURNAL).exists():
+        return None
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another compilation has just removed it, or taken it over
+        return None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+        if os.path.samestat(os.fstat(lock), folder.stat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    return None
 
 
 def _sync(folder: Path) -> None:

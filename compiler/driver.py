@@ -12,8 +12,11 @@ from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_source, require_weights
 from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
+from tapeout.compiler.emit.executors import EXECUTORS, Executor, import_ray
+from tapeout.compiler.emit.jobs import JOURNAL, Journal
 from tapeout.compiler.emit.native import Native, load_native
-from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import Emission, WeightEntry
+from tapeout.compiler.emit.weights import EmissionReport, emission_key, emit_weights, plan_emission
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.kernels.cuda.base import Cubin
 from tapeout.compiler.kernels.toolchain import Unit, build_libraries, build_steps
@@ -24,6 +27,7 @@ from tapeout.compiler.progress import Progress, SilentProgress, steps_of
 from tapeout.compiler.spec import Spec, Topology, require_one_device
 from tapeout.compiler.stages import BuiltKernel, KernelEntry, MemoryPlan, Purpose, SelectedModel
 from tapeout.compiler.tokenizers import build_tokenizer
+from tapeout.compiler.views.text import size
 from tapeout.passes import PIPELINE
 from tapeout.passes.select_kernels import further_devices
 from tapeout.runtime.errors import TapeoutError
@@ -42,6 +46,7 @@ def compile_spec(
     plan_only: bool = False,
     force: bool = False,
     jobs: int | None = None,
+    executor: str = "threads",
     cache: bool = True,
     memo: Memo | None = None,
     progress: Progress | None = None,
@@ -49,9 +54,12 @@ def compile_spec(
     """Compile a spec to ``output`` and return the plan; the same input gives the same bytes.
 
     ``base`` is the folder that a relative ``model.source`` starts from. ``plan_only`` writes plan.json alone. ``memo``
-    keeps stages between compiles of one process. Raises TapeoutError in one sentence; an artifact that was there stays.
+    keeps stages between compiles of one process. ``executor`` names who writes the weights (EXECUTORS); ``jobs`` are
+    the threads of ``threads``. Raises TapeoutError in one sentence; an artifact that was there stays.
     """
     progress = progress or SilentProgress()
+    if executor == "ray":
+        import_ray()
     if not plan_only:
         check_target(output, force)
     device = load_device(spec.topology.device)
@@ -70,14 +78,17 @@ def compile_spec(
         return plan
     needed = results.get(MemoryPlan).weights * spec.topology.count + KERNEL_BYTES
     weight_cache = WeightCache(folder / "weights") if cache else None
-    with ArtifactWriter(output, force=force, needed_bytes=needed) as writer, ThreadPoolExecutor(1) as pool:
+    emission = _plan_emission(results, checkpoint)
+    new = ArtifactWriter(output, force=force, needed_bytes=needed, emission=emission_key(emission))
+    with new as writer, ThreadPoolExecutor(1) as pool:
         # zig compiles in processes of its own while the tokenizer is built here
         native = pool.submit(load_native, folder / "emit")
         selected, kernels_at = results.get(SelectedModel), folder / "kernels"
         kernels = pool.submit(_kernel_files, selected, device, spec.topology, kernels_at, builder, progress)
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
-        reports = _add_weights(writer, results, checkpoint, native.result(), jobs, weight_cache, progress)
+        workers = EXECUTORS[executor](jobs)
+        reports = _add_weights(writer, emission, native.result(), workers, weight_cache, progress)
         plan = add_errors(plan, [report.errors for report in reports])
         for name, data in {**kernels.result(), **tokenizer.files, "plan.json": canonical(plan)}.items():
             writer.add(name, data)
@@ -146,28 +157,43 @@ def _kernel_files(
     return {f"kernels/cpu-{target}.so": data for target, data in libraries.items()}
 
 
+def _plan_emission(results: Results, checkpoint: Checkpoint) -> Emission:
+    """Every weight with its place, which is the same on all ranks, and each rank's recipe."""
+    memory, selected = results.get(MemoryPlan), results.get(SelectedModel)
+    weights = {weight.name: weight for weight in selected.weights}
+    entries = [
+        WeightEntry(place.name, weights[place.name].recipe, place.offset, place.nbytes, weights[place.name].further)
+        for place in memory.places
+    ]
+    return plan_emission(entries, checkpoint)
+
+
 def _add_weights(
     writer: ArtifactWriter,
-    results: Results,
-    checkpoint: Checkpoint,
+    emission: Emission,
     native: Native,
-    jobs: int | None,
+    executor: Executor,
     cache: WeightCache | None,
     progress: Progress,
 ) -> list[EmissionReport]:
     """One file of weights a rank, and what emission says of each."""
-    memory, selected = results.get(MemoryPlan), results.get(SelectedModel)
-    weights = {weight.name: (weight.recipe, *weight.further) for weight in selected.weights}
-    reports: list[EmissionReport] = []
-    for rank in range(selected.fused.sharded.mesh.count):
-        entries = [WeightEntry(place.name, weights[place.name][rank], place.offset, place.nbytes)
-                   for place in memory.places]  # fmt: skip
-        name = WEIGHTS.format(rank)
-        with progress.task(f"weights of rank {rank}" if rank else "weights", memory.weights, unit="B") as task:
-            report = emit_weights(
-                entries, checkpoint, writer.path(name), native, jobs=jobs, cache=cache, progress=steps_of(task)
-            )
-            task.note(f"{report.reused} reused, {report.built} built")
+    names = [WEIGHTS.format(rank) for rank in range(emission.ranks)]
+    journal = Journal(writer.path(JOURNAL), writer.emission)
+    with progress.task("weights", emission.nbytes * emission.ranks, unit="B") as task:
+        reports = emit_weights(
+            emission,
+            [writer.path(name) for name in names],
+            native,
+            journal,
+            executor=executor,
+            cache=cache,
+            progress=steps_of(task),
+        )
+        reused, built, continued = (
+            sum(counts) for counts in zip(*((each.reused, each.built, each.continued) for each in reports), strict=True)
+        )
+        went_on = f", {size(continued)} were there from before" if continued else ""
+        task.note(f"{reused} reused, {built} built{went_on}")
+    for name, report in zip(names, reports, strict=True):
         writer.add_weights(name, report)
-        reports.append(report)
     return reports

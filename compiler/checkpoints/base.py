@@ -24,6 +24,7 @@ from tapeout.compiler.formats.base import Bytes
 from tapeout.runtime.errors import TapeoutError
 
 _PLACE = attrgetter("file", "offset")
+AHEAD_BYTES = 4 << 20  # that the system is asked to fetch behind what is read, when a multiple of it is crossed
 MAX_NAME = 1024  # bytes or characters of a tensor's or key's name: far above any real one, and it fits in a message
 
 
@@ -120,6 +121,7 @@ class Checkpoint:
         out = np.empty((stop - start, info.row_bytes), np.uint8)
         with self._opened(info) as fd:
             _fill(fd, out.reshape(-1).data, info.offset + start * info.row_bytes, info)
+            _fetch_ahead(fd, info.offset + start * info.row_bytes, out.size)
         return out
 
     def read_small(self, infos: Iterable[TensorInfo]) -> dict[str, bytes]:
@@ -184,6 +186,14 @@ def _fill(fd: int, view: memoryview, offset: int, info: TensorInfo) -> None:
         if got == 0:
             raise TapeoutError(f"{info.file}: ends inside tensor {info.name!r}; the file was cut while in use")
         done += got
+
+
+def _fetch_ahead(fd: int, offset: int, nbytes: int) -> None:
+    """Rows are read a strip at a time, at several places of a file in turn, which no system takes for sequential."""
+    end = offset + nbytes
+    if offset // AHEAD_BYTES != end // AHEAD_BYTES:
+        with contextlib.suppress(OSError):  # it is a hint
+            os.posix_fadvise(fd, end, 2 * AHEAD_BYTES - end % AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def sorted_tensors(tensors: Iterable[TensorInfo]) -> dict[str, TensorInfo]:

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command()(args=words, prog_name="tapeout")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ()):
+            print(f"interrupted; {note}", file=sys.stderr)
         return 130
     except (TapeoutError, OSError, ModuleNotFoundError) as error:
         print(f"error: {_sentence(error)}", file=sys.stderr)
@@ -36,4 +38,4 @@ def _sentence(error: TapeoutError | OSError | ModuleNotFoundError) -> str:
         return f"this command needs {error.name}, which is not installed; pip install 'tapeout[compiler]'"
     if isinstance(error, OSError):
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    return str(error)
+    return "; ".join((str(error), *getattr(error, "__notes__", ())))

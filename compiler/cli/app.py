@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -62,8 +62,13 @@ def compile_(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, metavar="N", help="Workers; all cores if left out.")
+        int | None,
+        typer.Option("--jobs", min=1, metavar="N", help="Threads that write weights; all cores if left out."),
     ] = None,
+    executor: Annotated[
+        Literal["threads", "ray"],
+        typer.Option("--executor", help="Who writes weights: threads here, or a Ray cluster (RAY_ADDRESS)."),
+    ] = "threads",
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse results of earlier compiles.")] = True,
 ) -> None:
     """Compile SPEC into an artifact."""
@@ -75,7 +80,16 @@ def compile_(
     loaded = load_spec(spec, overrides or [])
     folder = output or Path("artifacts") / spec.stem
     with terminal_progress() as progress:
-        plan = compile_spec(loaded, folder, plan_only=plan_only, force=force, jobs=jobs, cache=cache, progress=progress)
+        plan = compile_spec(
+            loaded,
+            folder,
+            plan_only=plan_only,
+            force=force,
+            jobs=jobs,
+            executor=executor,
+            cache=cache,
+            progress=progress,
+        )
     print_summary(plan)
     print(f"\nwrote {folder}")
 

@@ -1,10 +1,14 @@
-"""Evaluates recipes a range of rows at a time: where the bytes of a checkpoint become those of a weight."""
+"""Evaluates recipes a range of rows at a time: where the bytes of a checkpoint become those of a weight.
+
+Ranks hold pieces of the same tensors: what several of them need of a strip of rows is computed once (``sharing``).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -41,6 +45,8 @@ from tapeout.compiler.recipes import (
 from tapeout.runtime.errors import TapeoutError
 
 STRIP_VALUES = 1 << 18
+HELD_BYTES = 256 << 20  # of groups before they are transposed, a thread
+LEAST_RUN = 8  # rows; where fewer of a group are wanted, those between are read too
 
 
 @dataclass(frozen=True)
@@ -51,23 +57,68 @@ class ConversionError:
     max_abs: float
 
 
+Sums = tuple[float, float, float]
+
+
 @dataclass
 class ErrorSums:
-    """Sums behind a ``ConversionError``: (x - x')^2, x^2, largest |x - x'|; and whether anything was converted."""
+    """Sums behind a ``ConversionError``, one entry a conversion of rows: (x - x')^2, x^2, largest |x - x'|."""
 
-    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
-    lossy: bool = False
+    parts: list[Sums] = field(default_factory=list[Sums])
+
+    @property
+    def lossy(self) -> bool:
+        """Whether anything was converted."""
+        return bool(self.parts)
+
+    @property
+    def sums(self) -> Sums:
+        """All together; exact before one rounding, so that it does not matter which rank they were computed for."""
+        error, square, largest = zip(*self.parts, strict=True) if self.parts else ((), (), ())
+        return math.fsum(error), math.fsum(square), max(largest, default=0.0)
 
 
-def combine_errors(parts: list[ErrorSums]) -> ConversionError | None:
-    """The error of a weight from those of its pieces, added in the order given; None when nothing was converted."""
-    if not any(part.lossy for part in parts):
+def combine_errors(parts: Sequence[Sums | None]) -> ConversionError | None:
+    """The error of a weight from the sums of its pieces; None when nothing was converted in any."""
+    known = [part for part in parts if part is not None]
+    if not known:
         return None
-    error, square, largest = 0.0, 0.0, 0.0
-    for part in parts:
-        error, square = error + float(part.sums[0]), square + float(part.sums[1])
-        largest = max(largest, float(part.sums[2]))
+    error, square, largest = ErrorSums(known).sums
     return ConversionError(math.sqrt(error / square) if square else 0.0, largest)
+
+
+@dataclass
+class _Shared:
+    """The recipes that several ranks evaluate, by digest, and what they gave so far, by (digest, start, stop)."""
+
+    digests: frozenset[str]
+    found: dict[tuple[str, int, int], tuple[Bytes, ErrorSums]] = field(
+        default_factory=dict[tuple[str, int, int], tuple[Bytes, ErrorSums]]
+    )
+
+
+@dataclass
+class _Held(threading.local):
+    """What a thread keeps between calls: the strip that ranks share, and groups that are transposed."""
+
+    shared: _Shared | None = None
+    groups: dict[tuple[str, int], Bytes] = field(default_factory=dict[tuple[str, int], Bytes])
+
+
+def shared_digests(recipes: Sequence[Recipe]) -> frozenset[str]:
+    """Digests of the recipes that occur in more than one of these expressions."""
+    seen, twice = set[str](), set[str]()
+    for recipe in recipes:
+        own = set(_digests(recipe))
+        twice |= seen & own
+        seen |= own
+    return frozenset(twice)
+
+
+def _digests(recipe: Recipe) -> Iterator[str]:
+    yield recipe.digest
+    for each in recipe.inputs:
+        yield from _digests(each)
 
 
 @dataclass(frozen=True)
@@ -79,23 +130,44 @@ class Evaluator:
 
     checkpoint: Checkpoint
     native: Native
-    _largest_of: dict[Recipe, float] = field(default_factory=dict[Recipe, float], init=False)
+    _largest_of: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _largest_lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-    _held: threading.local = field(default_factory=threading.local, init=False)
+    _held: _Held = field(default_factory=_Held, init=False)
 
     @cached_property
     def unpacker(self) -> Unpacker:
         """What unpacks weights of other tools."""
         return Unpacker(self.checkpoint)
 
-    def rows(  # noqa: C901, PLR0911, PLR0912 - one case a recipe
-        self, recipe: Recipe, start: int, stop: int, errors: ErrorSums
-    ) -> Bytes:
-        """Rows [start, stop) of a recipe as uint8 [stop - start, row_bytes] in its format.
+    @contextlib.contextmanager
+    def sharing(self, digests: frozenset[str]) -> Generator[None]:
+        """Until left, this thread computes the same rows of a recipe among ``digests`` once."""
+        before, self._held.shared = self._held.shared, _Shared(digests) if digests else None
+        try:
+            yield
+        finally:
+            self._held.shared = before
+
+    def rows(self, recipe: Recipe, start: int, stop: int, errors: ErrorSums) -> Bytes:
+        """Rows [start, stop) of a recipe as uint8 [stop - start, row_bytes] in its format; not to be written to.
 
         Adds the error of every lossy conversion on the way to ``errors``. Raises TapeoutError for NaN or infinite
         weights and for values that the target format cannot hold, naming tensor and row.
         """
+        shared = self._held.shared
+        if shared is None or recipe.digest not in shared.digests:
+            return self._rows(recipe, start, stop, errors)
+        key = (recipe.digest, start, stop)
+        if key not in shared.found:
+            own = ErrorSums()
+            shared.found[key] = self._rows(recipe, start, stop, own), own
+        rows, own = shared.found[key]
+        errors.parts += own.parts
+        return rows
+
+    def _rows(  # noqa: C901, PLR0911, PLR0912 - one case a recipe
+        self, recipe: Recipe, start: int, stop: int, errors: ErrorSums
+    ) -> Bytes:
         match recipe:
             case Read() | Unpack():
                 return self._read(recipe, start, stop)
@@ -108,10 +180,12 @@ class Evaluator:
                 return found[0] if len(found) == 1 else np.concatenate(found)
             case Flatten():
                 return self.rows(recipe.source, start, stop, errors)
-            case HalvesFromPairs() | GroupRows():
+            case HalvesFromPairs():
                 source = _source_rows(recipe, np.arange(start, stop))
                 first, last = int(source.min()), int(source.max())
                 return self.rows(recipe.source, first, last + 1, errors)[source - first]
+            case GroupRows():
+                return self._of_groups(recipe, start, stop, errors)
             case Interleave():
                 return np.concatenate([self.rows(*piece, errors) for piece in _interleaved(recipe, start, stop)])
             case PadRows():
@@ -143,8 +217,7 @@ class Evaluator:
         if isinstance(recipe, Unpack):
             data = self.unpacker.rows(recipe, start, stop)
         elif len(recipe.shape) == 1:
-            size = FORMATS[info.format].row_bytes(1)
-            data = np.ascontiguousarray(self.checkpoint.read_rows(info, 0, 1).reshape(-1, size)[start:stop])
+            data = self.checkpoint.read_columns(info, start, stop).reshape(stop - start, -1)
         else:
             assert (info.shape, info.format) == (recipe.shape, recipe.format), recipe.tensor
             data = self.checkpoint.read_rows(info, start, stop)
@@ -161,16 +234,27 @@ class Evaluator:
         rows = self.rows(recipe.source, start, stop, errors)
         return np.ascontiguousarray(rows[:, known.row_bytes(recipe.start) : known.row_bytes(recipe.stop)])
 
+    def _of_groups(self, recipe: GroupRows, start: int, stop: int, errors: ErrorSums) -> Bytes:
+        source = _source_rows(recipe, np.arange(start, stop))
+        if recipe.stop - recipe.start < LEAST_RUN:
+            first, last = int(source[0]), int(source[-1])
+            return self.rows(recipe.source, first, last + 1, errors)[source - first]
+        return self._runs(recipe.source, source, errors)
+
     def _padded_rows(self, recipe: PadRows, start: int, stop: int, errors: ErrorSums) -> Bytes:
         group, i = np.divmod(np.arange(start, stop), recipe.padded)
         held = i < recipe.period
         size = FORMATS[recipe.format].row_bytes(recipe.shape[1] if len(recipe.shape) == 2 else 1)
         out = np.zeros((stop - start, size), np.uint8)
         if held.any():
-            source = (group * recipe.period + i)[held]
-            first, last = int(source[0]), int(source[-1])
-            out[held] = self.rows(recipe.source, first, last + 1, errors)[source - first]
+            out[held] = self._runs(recipe.source, (group * recipe.period + i)[held], errors)
         return out
+
+    def _runs(self, recipe: Recipe, rows: npt.NDArray[np.int64], errors: ErrorSums) -> Bytes:
+        """Rows in rising order, not those between them: other ranks or later pieces may read these."""
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        found = [self.rows(recipe, int(run[0]), int(run[-1]) + 1, errors) for run in np.split(rows, breaks)]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _transposed(self, recipe: TransposeGroups, start: int, stop: int, errors: ErrorSums) -> Bytes:
         n, out = recipe.source.shape[1], list[Bytes]()
@@ -183,13 +267,14 @@ class Evaluator:
 
     def _group(self, recipe: TransposeGroups, group: int, errors: ErrorSums) -> Bytes:
         """One group before it is transposed, [K, N, bytes]; kept for the strips of rows that follow on this thread."""
-        held: tuple[TransposeGroups, int, Bytes] | None = self._held.__dict__.get("group")
-        if held is None or held[:2] != (recipe, group):
+        held, key = self._held.groups, (recipe.digest, group)
+        if key not in held:
             k = recipe.shape[1]
             data = self.rows(recipe.source, group * k, (group + 1) * k, errors)
-            held = recipe, group, data.reshape(k, recipe.source.shape[1], -1)
-            self._held.__dict__["group"] = held
-        return held[2]
+            while held and sum(each.nbytes for each in held.values()) + data.nbytes > HELD_BYTES:
+                del held[next(iter(held))]
+            held[key] = data.reshape(k, recipe.source.shape[1], -1)
+        return held[key]
 
     def _integers(self, recipe: Integers, start: int, stop: int) -> Bytes:
         info = self.checkpoint.tensors[recipe.source.tensor]
@@ -229,27 +314,39 @@ class Evaluator:
                 rows = self.native.encode(recipe.to, values)
         except ValueError as problem:
             raise TapeoutError(self._cannot_convert(recipe, start, values, str(problem))) from problem
-        errors.lossy = True
-        self.native.add_error(recipe.to, values, rows, errors.sums)
+        sums = np.zeros(3)
+        self.native.add_error(recipe.to, values, rows, sums)
+        errors.parts.append((float(sums[0]), float(sums[1]), float(sums[2])))
         return rows
 
     def _values(self, source: Recipe, start: int, stop: int, errors: ErrorSums) -> Floats:
         k = source.shape[1] if len(source.shape) == 2 else 1
         return self.native.decode(source.format, self.rows(source, start, stop, errors), k)
 
-    def _largest(self, recipe: Convert) -> float:
-        """The largest magnitude of a whole matrix, which a scale a tensor needs: found once, by a pass of its own."""
+    def find_largest(self, recipes: Sequence[Recipe]) -> None:
+        """Look for the magnitudes that conversions inside these recipes need, all in one pass of its own."""
         with self._largest_lock:
-            found = self._largest_of.get(recipe)
-            if found is None:
-                found = 0.0
-                rows, k = recipe.shape
-                step = max(1, STRIP_VALUES // k)
-                for start in range(0, rows, step):
-                    values = self._values(recipe.source, start, min(start + step, rows), ErrorSums())
-                    found = max(found, self.native.largest(values))
-                self._largest_of[recipe] = found
+            wanted = {each.digest: each for recipe in recipes for each in _under_largest(recipe)}
+            wanted = {digest: each for digest, each in wanted.items() if digest not in self._largest_of}
+            sources = [each.source for each in wanted.values()]
+            for rows, k in {each.shape for each in sources}:
+                alike = {digest: each.source for digest, each in wanted.items() if each.shape == (rows, k)}
+                self._largest_of.update(self._pass(alike, rows, max(1, STRIP_VALUES // k)))
+
+    def _pass(self, sources: dict[str, Recipe], rows: int, step: int) -> dict[str, float]:
+        found, shared = dict.fromkeys(sources, 0.0), shared_digests(list(sources.values()))
+        for start in range(0, rows, step):
+            with self.sharing(shared):
+                for digest, source in sources.items():
+                    values = self._values(source, start, min(start + step, rows), ErrorSums())
+                    found[digest] = max(found[digest], self.native.largest(values))
         return found
+
+    def _largest(self, recipe: Convert) -> float:
+        """The largest magnitude of a whole matrix, which a scale a tensor needs."""
+        if recipe.digest not in self._largest_of:
+            self.find_largest([recipe])
+        return self._largest_of[recipe.digest]
 
     def _cannot_convert(self, recipe: Convert, start: int, values: Floats, reason: str) -> str:
         """The sentence for values that do not fit, with the first row that does not."""
@@ -264,6 +361,14 @@ class Evaluator:
                 where = f"{info.file}: row {origin[1]} of tensor {info.name!r}"
                 return f"{where} cannot be stored as {recipe.to}: {reason}; f32 would hold it"
         raise AssertionError(reason)
+
+
+def _under_largest(recipe: Recipe) -> Iterator[Convert]:
+    """The conversions that need the largest magnitude of what they convert."""
+    if isinstance(recipe, Convert) and FORMATS[recipe.to].needs_largest and recipe.source.format != recipe.to:
+        yield recipe
+    for each in recipe.inputs:
+        yield from _under_largest(each)
 
 
 def _padded_columns(recipe: PadColumns, rows: Bytes) -> Bytes:

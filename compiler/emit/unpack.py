@@ -1,19 +1,16 @@
 """Evaluates Unpack recipes: what other tools packed becomes rows of a format of ours, codes and scales untouched.
 
-Where codes lie transposed (GPTQ, AWQ), a band of columns is read and kept for the strips of rows that follow.
+Where codes lie transposed (``BY_COLUMNS``) rows are columns of the file, and better asked for many at a time.
 """
 
 from __future__ import annotations
-
-import threading
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tapeout.compiler.checkpoints.base import TensorInfo
 from tapeout.compiler.emit.unpack_floats import FloatUnpacker, lines_in_order, spread
-from tapeout.compiler.formats import FORMATS, row_bytes
+from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes
 from tapeout.compiler.formats.fp4 import nibbles
 from tapeout.compiler.recipes import Unpack
@@ -22,18 +19,14 @@ from tapeout.runtime.errors import TapeoutError
 Words = npt.NDArray[np.uint32]
 
 LINE = 32  # elements whose nibbles lie in 16 bytes, the first half in the low ones
-BAND_BYTES = 4 << 20  # of columns that are read at once
-BANDS = 3  # of codes, scales and zero points
+BY_COLUMNS = ("gptq", "gptq_v2", "awq")
 SYMMETRIC = 8
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of an AWQ word that holds each of its eight columns."""
 
 
-@dataclass(frozen=True)
 class Unpacker(FloatUnpacker):
     """Rows of unpacked weights. Safe to use from many threads."""
-
-    _bands: threading.local = field(default_factory=threading.local, init=False)
 
     def rows(self, recipe: Unpack, start: int, stop: int) -> Bytes:
         """Rows [start, stop) in the recipe's format. Raises TapeoutError for a scale that is not finite."""
@@ -99,7 +92,7 @@ class Unpacker(FloatUnpacker):
         if recipe.packing == "pack-quantized":
             scales = self.checkpoint.read_rows(info, start, stop).view("<u2")
         else:
-            scales = np.ascontiguousarray(self._columns(info, start, stop).view("<u2").T)
+            scales = np.ascontiguousarray(self.checkpoint.read_columns(info, start, stop).view("<u2").T)
         return self.half_scales(recipe.scales, scales, start)
 
     def _zeros(self, recipe: Unpack, start: int, stop: int) -> Bytes | None:
@@ -126,20 +119,7 @@ class Unpacker(FloatUnpacker):
         return zeros + np.uint8(1)
 
     def _words(self, info: TensorInfo, start: int, stop: int) -> Words:
-        return self._columns(info, start, stop).view("<u4")
-
-    def _columns(self, info: TensorInfo, start: int, stop: int) -> Bytes:
-        """Columns [start, stop) of a matrix as bytes, from the band of them that this thread read last."""
-        held: dict[str, tuple[int, int, Bytes]] = self._bands.__dict__.setdefault("held", {})
-        first, last, data = held.get(info.name, (0, 0, None))
-        size = row_bytes(info.format, 1)
-        if data is None or start < first or stop > last:
-            first, last = start, min(max(stop, start + BAND_BYTES // (size * info.rows)), info.shape[1])
-            data = self.checkpoint.read_columns(info, first, last)
-            while len(held) >= BANDS:
-                del held[next(iter(held))]
-            held[info.name] = first, last, data
-        return data[:, (start - first) * size : (stop - first) * size]
+        return self.checkpoint.read_columns(info, start, stop).view("<u4")
 
 
 def _columns_in_order(words: Words, places: tuple[int, ...] = tuple(range(8))) -> Bytes:

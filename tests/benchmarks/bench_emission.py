@@ -74,8 +74,11 @@ def generate(path: Path, gigabytes: float) -> None:
 def emit(source: Path, out: Path, to: str, jobs: int) -> None:
     """Emit every tensor and print seconds and peak RSS: the body of a child process."""
     from tapeout.compiler.checkpoints import open_checkpoint
+    from tapeout.compiler.emit.executors import Threads
+    from tapeout.compiler.emit.jobs import Journal
     from tapeout.compiler.emit.native import load_native
-    from tapeout.compiler.emit.weights import WeightEntry, emit_weights
+    from tapeout.compiler.emit.pieces import WeightEntry
+    from tapeout.compiler.emit.weights import emission_key, emit_weights, plan_emission
     from tapeout.compiler.environment import Environment
     from tapeout.compiler.layouts import packed_bytes, plan_offsets
     from tapeout.compiler.recipes import Convert, Pack, Read, Recipe
@@ -92,9 +95,10 @@ def emit(source: Path, out: Path, to: str, jobs: int) -> None:
         recipes[name] = Pack(step, "tile16" if matrix else "raw")
         sizes.append(packed_bytes(step.shape, step.format, "tile16" if matrix else "raw"))
     places = zip(recipes.items(), plan_offsets(sizes), strict=True)
-    report = emit_weights(
-        [WeightEntry(name, recipe, *at) for (name, recipe), at in places], checkpoint, out, native, jobs=jobs
-    )
+    entries = [WeightEntry(name, recipe, *at) for (name, recipe), at in places]
+    emission = plan_emission(entries, checkpoint)
+    journal = Journal(out.with_suffix(".journal"), emission_key(emission))
+    (report,) = emit_weights(emission, [out], native, journal, executor=Threads(jobs))
     seconds = time.perf_counter() - start
     worst = max((error.relative_rms for error in report.errors.values()), default=0.0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from emission import emit_file
 from safetensors.numpy import save_file
 
 from tapeout.compiler.artifact import ArtifactWriter
 from tapeout.compiler.checkpoints import open_checkpoint
 from tapeout.compiler.emit.native import load_native
-from tapeout.compiler.emit.weights import WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import WeightEntry
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.recipes import Pack, Read
@@ -183,5 +184,5 @@ def test_disk_full_of_weights(small_disk: Path, tmp_path: Path, jobs: int) -> No
     entry = WeightEntry("w", weight, 0, packed_bytes(shape, "f32", "tile16"))
     native, checkpoint = load_native(Environment.read().cache / "emit"), open_checkpoint(tmp_path)
     with pytest.raises(TapeoutError, match="the disk became full"), ArtifactWriter(small_disk / "new") as new:
-        emit_weights([entry], checkpoint, new.path("weights/rank0.safetensors"), native, jobs=jobs)
+        emit_file([entry], checkpoint, new.path("weights/rank0.safetensors"), native, jobs=jobs)
     assert os.listdir(small_disk) == []

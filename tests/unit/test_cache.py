@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emission import emit_file
 from safetensors.numpy import save_file
 
 from tapeout.compiler import cache as cache_module
 from tapeout.compiler.cache import WeightCache, weight_key
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
 from tapeout.compiler.emit.native import Native, load_native
-from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import WeightEntry
+from tapeout.compiler.emit.weights import EmissionReport
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.layouts import packed_bytes, plan_offsets
 from tapeout.compiler.recipes import Convert, Pack, Read
@@ -50,7 +52,7 @@ def emit(
     recipes = {name: Pack(Convert(Read(name, SHAPES[name], "f32"), to), "tile16") for name in names}
     spans = plan_offsets([packed_bytes(recipe.shape, recipe.format, "tile16") for recipe in recipes.values()])
     entries = [WeightEntry(name, recipe, *span) for (name, recipe), span in zip(recipes.items(), spans, strict=True)]
-    report = emit_weights(entries, checkpoint, path, native, cache=cache)
+    report = emit_file(entries, checkpoint, path, native, cache=cache)
     cache.record(path, report.chunk_bytes, report.sha256, report.spans)
     return report
 

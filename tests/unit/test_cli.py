@@ -167,12 +167,15 @@ def test_compile_passes_its_options_on(monkeypatch, tmp_path: Path, capsys) -> N
     monkeypatch.setattr("tapeout.compiler.driver.compile_spec", compile_spec)
     spec = str(SPECS / "smollm2-135m-cpu.yaml")
     overrides = ["--set", "serving.max_context=512", "--set", "serving.max_sequences=2"]
-    assert cli.main(["compile", spec, *overrides, "--plan-only", "--force", "--jobs", "1", "--no-cache"]) == 0
+    assert (
+        cli.main(["compile", spec, *overrides, "--plan-only", "--force", "--jobs=1", "--executor=ray", "--no-cache"])
+        == 0
+    )
     loaded, output, options = calls[0]
     assert (loaded.serving.max_context, loaded.serving.max_sequences) == (512, 2)
     assert output == Path("artifacts/smollm2-135m-cpu")
     del options["progress"]
-    assert options == {"plan_only": True, "force": True, "jobs": 1, "cache": False}
+    assert options == {"plan_only": True, "force": True, "jobs": 1, "executor": "ray", "cache": False}
     assert capsys.readouterr().out.endswith("wrote artifacts/smollm2-135m-cpu\n")
 
 

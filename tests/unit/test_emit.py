@@ -12,17 +12,19 @@ import gguf
 import numpy as np
 import pytest
 import tile16_reference as witness
+from emission import emit_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
-from tapeout.compiler.emit import weights as emission
-from tapeout.compiler.emit.digests import ChunkDigests
+from tapeout.compiler.emit import pieces as pieces_module
+from tapeout.compiler.emit.digests import SegmentDigests, segments_of
 from tapeout.compiler.emit.evaluate import ErrorSums, Evaluator
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.pack import pack_tile16
-from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import WeightEntry
+from tapeout.compiler.emit.weights import EmissionReport
 from tapeout.compiler.emit.workers import run_tasks
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.formats import FORMATS
@@ -227,7 +229,7 @@ def entries_of(named: dict[str, Recipe]) -> list[WeightEntry]:
 
 
 def emitted(native: Native, checkpoint: Checkpoint, path: Path, **options: Any) -> tuple[EmissionReport, bytes]:
-    report = emit_weights(entries_of(recipes()), checkpoint, path, native, **options)
+    report = emit_file(entries_of(recipes()), checkpoint, path, native, **options)
     return report, path.read_bytes()
 
 
@@ -250,8 +252,8 @@ def test_weights_file(native: Native, checkpoint: Checkpoint, tmp_path: Path) ->
 def test_same_bytes_for_any_workers_order_and_path(
     native: Native, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(emission, "TASK_BYTES", 4096)
-    monkeypatch.setattr(emission, "STRIP_VALUES", 1024)
+    monkeypatch.setattr(pieces_module, "TASK_BYTES", 4096)
+    monkeypatch.setattr(pieces_module, "STRIP_VALUES", 1024)
     first, data = emitted(native, checkpoint, tmp_path / "1", jobs=1)
     for jobs in (2, 3):
         again, same = emitted(native, checkpoint, tmp_path / str(jobs), jobs=jobs)
@@ -311,7 +313,7 @@ def test_infinite_scale_of_a_block(native: Native, tmp_path: Path) -> None:
     with pytest.raises(
         TapeoutError, match=r"m\.gguf: tensor 'w' has NaN/Inf weights in row 7; every weight must be finite"
     ):
-        emit_weights([entry], open_checkpoint(tmp_path / "m.gguf"), tmp_path / "w", native)
+        emit_file([entry], open_checkpoint(tmp_path / "m.gguf"), tmp_path / "w", native)
 
 
 def test_header_is_canonical(native: Native, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -330,12 +332,14 @@ def test_digests_of_pieces_in_any_order(size: int, chunk: int, random: Any) -> N
     cuts = sorted({0, size, *(random.randrange(size) for _ in range(5))})
     pieces = list(itertools.pairwise(cuts))
     random.shuffle(pieces)
-    digests = ChunkDigests(size, chunk)
+    segments = list(segments_of(sorted(pieces), chunk))
+    assert segments == [(at, min(at + chunk, size)) for at in range(0, size, chunk)]
+    digests = SegmentDigests(segments)
     for start, stop in pieces:
         digests.add(start, memoryview(data)[start:stop])
-    assert digests.hexdigests() == tuple(
+    assert [digests.hexdigest(at) for at in range(len(segments))] == [
         hashlib.sha256(data[at : at + chunk]).hexdigest() for at in range(0, size, chunk)
-    )
+    ]
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 4])

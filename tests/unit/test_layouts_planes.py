@@ -12,14 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import planes_reference as witness
 import pytest
+from emission import emit_file
 from safetensors.numpy import load_file, save_file
 
 from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_checkpoint
-from tapeout.compiler.emit import weights as emission
+from tapeout.compiler.emit import pieces as pieces_module
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.pack import pack_planes
-from tapeout.compiler.emit.weights import EmissionReport, WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import WeightEntry
+from tapeout.compiler.emit.weights import EmissionReport
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.layouts import (
@@ -165,7 +167,7 @@ def emit(native: Native, source: Checkpoint, path: Path, **options: Any) -> tupl
     spans = plan_offsets(sizes, PLANE)
     entries = [WeightEntry(name, recipe, *span) for (name, recipe), span in zip(named.items(), spans, strict=True)]
     assert not any(entry.offset % 256 for entry in entries)
-    return emit_weights(entries, source, path, native, **options), path.read_bytes()
+    return emit_file(entries, source, path, native, **options), path.read_bytes()
 
 
 def _layout(recipe: Recipe) -> str:
@@ -184,8 +186,8 @@ def test_emission_of_planes(native: Native, tmp_path: Path, monkeypatch: pytest.
         packed = pack_planes(name, encode(x), 256)
         assert np.array_equal(tensors[name][: packed.size], packed), name
         assert not tensors[name][packed.size :].any()
-    monkeypatch.setattr(emission, "TASK_BYTES", 4096)
-    monkeypatch.setattr(emission, "STRIP_VALUES", 1024)
+    monkeypatch.setattr(pieces_module, "TASK_BYTES", 4096)
+    monkeypatch.setattr(pieces_module, "STRIP_VALUES", 1024)
     for jobs in (1, 2, 3):
         again, same = emit(native, source, tmp_path / f"small-{jobs}", jobs=jobs)
         assert same == data and again.sha256 == first.sha256
@@ -206,7 +208,7 @@ def test_planes_come_from_the_cache(native: Native, tmp_path: Path, monkeypatch:
     cache, source = WeightCache(tmp_path / "cache"), checkpoint_at(tmp_path / "m")
     report, data = emit(native, source, tmp_path / "1", cache=cache)
     cache.record(tmp_path / "1", report.chunk_bytes, report.sha256, report.spans)
-    monkeypatch.setattr(emission, "TASK_BYTES", 4096)
+    monkeypatch.setattr(pieces_module, "TASK_BYTES", 4096)
     again, same = emit(native, source, tmp_path / "2", cache=cache, jobs=2)
     assert (again.built, again.reused) == (0, len(recipes())) and same == data and again.errors == report.errors
 
@@ -233,7 +235,7 @@ def test_a_gguf_matrix_is_repacked_as_it_is(native: Native, tmp_path: Path) -> N
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
     nbytes = packed_bytes((40, 512), "q5_k", "planes")
     entry = WeightEntry("w", Pack(Read("w", (40, 512), "q5_k"), "planes"), 0, nbytes + -nbytes % 4096)
-    report = emit_weights([entry], open_checkpoint(tmp_path / "m.gguf"), tmp_path / "w", native)
+    report = emit_file([entry], open_checkpoint(tmp_path / "m.gguf"), tmp_path / "w", native)
     got = witness.read_back("q5_k", load_file(tmp_path / "w")["w"], 40, 512)
     np.testing.assert_array_equal(got, witness.dequantize("q5_k", blocks))
     assert report.errors == {}

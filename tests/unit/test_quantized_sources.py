@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+from emission import emit_file
 from fake_builder import FakeBuilder
 from planes_reference import read_back
 from raw_tensors import float_quantized, pack_quantized, write_raw
@@ -20,7 +21,7 @@ from tapeout.compiler.checkpoints.quantized import weights_of
 from tapeout.compiler.devices import load_device
 from tapeout.compiler.emit.evaluate import ErrorSums, Evaluator
 from tapeout.compiler.emit.native import load_native
-from tapeout.compiler.emit.weights import WeightEntry, emit_weights
+from tapeout.compiler.emit.pieces import WeightEntry
 from tapeout.compiler.environment import Environment
 from tapeout.compiler.layouts import packed_bytes
 from tapeout.compiler.pipeline import Results
@@ -148,7 +149,7 @@ def test_emission_for_a_gpu_keeps_every_code_and_scale(tmp_path: Path) -> None:
     nbytes = packed_bytes(recipe.shape, recipe.format, "planes")
     native = load_native(Environment.read().cache / "emit")
     entry = WeightEntry("w", recipe, 0, nbytes + -nbytes % 4096)
-    report = emit_weights([entry], checkpoint, tmp_path / "w", native)
+    report = emit_file([entry], checkpoint, tmp_path / "w", native)
     nibbles = [words[name][..., None] >> np.arange(0, 32, 4, np.uint32) & 15 for name in rows]
     codes = np.concatenate([each.reshape(-1, k) for each in nibbles]).astype(np.float32) - 8
     scale = np.concatenate([(scales[name].astype(np.uint32) << 16).view(np.float32) for name in rows])

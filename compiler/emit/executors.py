@@ -1,0 +1,147 @@
+"""Who runs the jobs of an emission: the threads of this process, or the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tapeout.compiler.emit.jobs import Advance, Job, JobResult, JobWork
+from tapeout.compiler.emit.native import Native, load_native
+from tapeout.compiler.emit.pieces import Emission, PieceWriter
+from tapeout.compiler.emit.workers import default_jobs, run_tasks
+from tapeout.compiler.environment import Environment
+from tapeout.runtime.errors import TapeoutError
+
+Done = Callable[[Job, JobResult], None]
+
+
+class WorkersLost(TapeoutError):
+    """The workers went away, through no fault of the jobs; the same emission may go on later."""
+
+
+class Executor(Protocol):
+    """Runs jobs that may run in any order."""
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether its workers can read the artifacts that the cache of this machine knows of."""
+        ...
+
+    def run(self, emission: Emission, jobs: Sequence[Job], native: Native, advance: Advance, done: Done) -> None:
+        """Run all jobs. ``done`` gets each result, from any thread; ``advance`` the number of bytes that were written.
+
+        Raises what the earliest failing job raised: TapeoutError or OSError, see ``PieceWriter.write``.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Threads of this process, which take the pieces of all jobs in order; all cores if ``workers`` is left out."""
+
+    workers: int | None = None
+    uses_cache: bool = True
+
+    def run(self, emission: Emission, jobs: Sequence[Job], native: Native, advance: Advance, done: Done) -> None:
+        """See ``Executor``."""
+
+        def pieces() -> Iterator[tuple[JobWork, int]]:
+            for job in jobs:
+                work = JobWork(emission, job, advance)
+                yield from ((work, number) for number in range(len(job.pieces)))
+
+        with PieceWriter(emission, native) as writer:
+
+            def run(task: tuple[JobWork, int]) -> None:
+                work, number = task
+                result = work.piece(writer, number)
+                if result is not None:
+                    done(work.job, result)
+
+            run_tasks(pieces(), run, self.workers or default_jobs())
+
+
+@dataclass(frozen=True)
+class Ray:
+    """Workers of a Ray cluster, a job and a core each: the one that ``RAY_ADDRESS`` names, else a local one.
+
+    Machines share the file system that holds the source and the output. Cached weights are not used: what the cache
+    knows of lies on one machine.
+    """
+
+    uses_cache: bool = False
+
+    def run(self, emission: Emission, jobs: Sequence[Job], native: Native, advance: Advance, done: Done) -> None:
+        """See ``Executor``. Raises WorkersLost when Ray cannot be reached or gives up on a job."""
+        del native  # each worker loads its own
+        ray = import_ray()
+        started = not ray.is_initialized()
+        try:
+            if started:
+                ray.init(log_to_driver=False, logging_level="error")
+            _run_with(ray, emission, jobs, advance, done)
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            reason = str(error).strip().split("\n", maxsplit=1)[0]
+            raise WorkersLost(
+                f"ray: the cluster failed ({reason}); start it again, and compile again with the same command"
+            ) from error
+        finally:
+            if started:
+                ray.shutdown()
+
+
+def import_ray() -> Any:
+    """The ray package. Raises TapeoutError when it is not installed."""
+    try:
+        import ray  # noqa: PLC0415 - an extra, and slow to import
+    except ModuleNotFoundError as error:
+        raise TapeoutError(
+            "--executor ray needs the package ray, which is not installed; pip install 'tapeout[ray]', "
+            "or leave the option out to compile with the threads of this machine"
+        ) from error
+    return ray
+
+
+def _run_with(ray: Any, emission: Emission, jobs: Sequence[Job], advance: Advance, done: Done) -> None:
+    # What only planning reads stays here: metadata of a GGUF may be bound to its open file.
+    bare = replace(emission.checkpoint, config={}, generation_config={}, quantization={}, tokenizer_files={})
+    shared = ray.put(replace(emission, checkpoint=bare))
+    start = ray.remote(num_cpus=1)(_run_job)
+    waiting = {start.remote(shared, job): job for job in jobs}
+    failures: dict[int, Exception] = {}
+    try:
+        while waiting:
+            (ready, *_), _ = ray.wait(list(waiting))
+            job, found = waiting.pop(ready), ray.get(ready)
+            if isinstance(found, JobResult):
+                advance(job.nbytes * len(emission.paths))
+                done(job, found)
+            else:
+                failures[job.number] = found
+                for later in [ref for ref, each in waiting.items() if each.number > min(failures)]:
+                    del waiting[later]
+                    ray.cancel(later)
+    finally:
+        for ref in waiting:
+            ray.cancel(ref)
+    if failures:
+        raise failures[min(failures)]
+
+
+def _run_job(emission: Emission, job: Job) -> JobResult | Exception:
+    """A job from its first piece to its last, on a worker. What a user can cause comes back as it would be raised."""
+    result: JobResult | None = None
+    work = JobWork(emission, job, lambda _: None)
+    try:
+        native = load_native(Environment.read().cache / "emit")
+        with PieceWriter(emission, native) as writer:
+            for number in range(len(job.pieces)):
+                result = work.piece(writer, number)
+    except (TapeoutError, OSError) as error:
+        return error
+    assert result is not None, job.number
+    return result
+
+
+EXECUTORS: dict[str, Callable[[int | None], Executor]] = {"threads": Threads, "ray": lambda workers: Ray()}
