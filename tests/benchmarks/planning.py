@@ -213,10 +213,11 @@ def time_steps(spec: Path) -> dict[str, float]:
     loaded = load_spec(spec, [])
     device = driver.load_device(loaded.topology.device)
     note("spec")
-    checkpoint = driver.open_checkpoint(Path(loaded.model.source))
+    checkpoint = driver.open_source(loaded.model.source, None, spec.parent)
     note("headers")
     builder = driver.KernelBuilder(spec.parent)
-    inputs = (loaded.model, loaded.quantization, loaded.topology, loaded.serving, device, checkpoint, builder)
+    inputs = (loaded.model, loaded.quantization, loaded.topology, loaded.serving, device, checkpoint, builder,
+              driver.Purpose(plan_only=True))  # fmt: skip
     with collector_paused():
         results = driver.PIPELINE.run(*inputs, callback=lambda name, _: note(name))
     tokenizer = driver.build_tokenizer(checkpoint)
