@@ -15,7 +15,9 @@ ARCH = "deepseek32"
 def parse_hf(raw: Mapping[str, Any]) -> LatentConfig:
     """From config.json; the index rotates halves of its first channels, attention pairs."""
     fields = Fields(raw, "config.json")
-    fields.refuse("indexer_rope_interleave", "index_topk_freq", "index_topk_pattern", "indexer_types")
+    fields.refuse("indexer_rope_interleave", "index_topk_pattern", "indexer_types")
+    if fields.integer("index_topk_freq", 1) != 1:
+        raise fields.unsupported("index_topk_freq")
     common = sparse_common(fields, 163840, deepseek.SIZES, (8, 4))
     full = (True,) * common["layers"]
     return LatentConfig(**common, q_rank=fields.integer("q_lora_rank", 1536), index=index(fields, 64, False, full))

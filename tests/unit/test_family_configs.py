@@ -331,6 +331,8 @@ LATENT: dict[str, tuple[str, dict[str, Any], str]] = {
     "pairs in the index of V3.2": (
         "DeepseekV32ForCausalLM", {"indexer_rope_interleave": True},
         f"sets indexer_rope_interleave = True, {UNSUPPORTED}"),
+    "shared selections in V3.2": (
+        "DeepseekV32ForCausalLM", {"index_topk_freq": 4}, f"sets index_topk_freq = 4, {UNSUPPORTED}"),
     "halves in the index of GLM-5": (
         "GlmMoeDsaForCausalLM", {"indexer_rope_interleave": False},
         f"sets indexer_rope_interleave = False, {UNSUPPORTED}"),
@@ -430,6 +432,11 @@ def test_every_other_layer_of_gpt_oss_slides_unless_metadata_say_otherwise(
     keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": pattern, "expert_count": 8}
     parsed = find_family(["gpt-oss"], "here").parse_gguf(metadata("gpt-oss", **keys, expert_used_count=4), SHAPES)
     assert parsed.windows == windows
+
+
+def test_a_selection_in_every_layer_is_what_v32_does() -> None:
+    parse = find_family(["DeepseekV32ForCausalLM"], "here").parse_hf
+    assert parse({**NOAUX, "index_topk_freq": 1}) == parse({**NOAUX, "index_topk_freq": None}) == parse(NOAUX)
 
 
 def test_a_choice_that_is_null_is_not_made() -> None:
