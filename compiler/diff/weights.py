@@ -10,8 +10,8 @@ from tapeout.compiler.diff.changes import Change, grouped
 from tapeout.compiler.guards import is_list
 from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.recipes import SOURCES, fields, inputs, short, step
 from tapeout.compiler.views.text import change_of_size, group_label, size, wildcard
-from tapeout.compiler.views.weights import fields, inputs, short, step
 
 Recipe = dict[str, Any]
 _MOST_STEPS = 3
@@ -127,7 +127,7 @@ def departures(old: Recipe, new: Recipe) -> list[str]:
         return []
     if old["op"] != new["op"]:
         return [_exchange(old, new)]
-    if old["op"] == "read":
+    if old["op"] in SOURCES:
         return [f"{_name(old)} → {_name(new)}"]
     ours, theirs = fields(old), fields(new)
     changed = [
@@ -164,7 +164,9 @@ def _exchange(old: Recipe, new: Recipe) -> str:
 
 def _leaf(recipe: Recipe) -> str:
     below = inputs(recipe)
-    return wildcard(recipe["tensor"]) if recipe["op"] == "read" else _leaf(dict(below[0])) if below else recipe["op"]
+    if recipe["op"] in SOURCES:
+        return wildcard(recipe[SOURCES[recipe["op"]]])
+    return _leaf(dict(below[0])) if below else recipe["op"]
 
 
 def _names(recipes: list[Any]) -> str:

@@ -220,6 +220,81 @@ tokenizer
     )
 
 
+def test_arguments_that_are_neither_weights_nor_addresses(before: Plan, after: Plan) -> None:
+    for plan, first, field in ((before, 4, "tokens"), (after, 8, "positions")):
+        for graph in plan["graphs"]:
+            args = {"comm": ["comm", 0], "first": ["rank", [2, first]], "ids": ["step", field]}
+            graph["launches"][-1]["args"] |= args
+    assert text(before, before) == ""
+    assert text(before, after) == (
+        "graphs\n  model.norm  first rank [2, 4], ids step tokens → first rank [2, 8], ids step positions"
+    )
+
+
+def exchange(rows: int, *made: tuple[str, int, int, str, float | None]) -> Plan:
+    names = ("kind", "count", "columns", "algorithm")
+    entries = [
+        dict(zip(names, (kind, count, columns, algorithm), strict=True))
+        | {"bytes": 2 * rows * columns}
+        | ({} if us is None else {"us": us})
+        for kind, count, columns, algorithm, us in made
+    ]
+    return {"phase": "decode", "rows": rows, "collectives": entries}
+
+
+def test_collectives(before: Plan, after: Plan) -> None:
+    gather = ("all_gather", 1, 32, "one-shot", 2.25)
+    before["communication"] = {
+        "ranks": 8,
+        "link": {"gb_s": 50.0, "latency_us": 2.0},
+        "lists": [
+            exchange(1, gather, ("all_reduce", 122, 16, "one-shot", 4.0)),
+            exchange(2, gather, ("all_reduce", 122, 16, "one-shot", 4.0)),
+            exchange(4, ("all_reduce", 122, 16, "two-shot", 8.5)),
+        ],
+    }
+    after["communication"] = {
+        "ranks": 4,
+        "link": {"gb_s": 900.0, "latency_us": 1.0},
+        "lists": [
+            exchange(1, gather, ("all_reduce", 122, 16, "two-shot", 3.0)),
+            exchange(2, gather, ("all_reduce", 122, 16, "two-shot", 3.0)),
+            exchange(8, ("all_reduce", 122, 16, "two-shot", 10.0)),
+        ],
+    }
+    assert text(before, after).split("\n") == [
+        "communication",
+        "  ranks       8 → 4",
+        "  link        50 GB/s, 2 us a message → 900 GB/s, 1 us a message",
+        "  all_reduce  one-shot, 4.0 us each → two-shot, 3.0 us each; -122.0 us a step",
+        "  decode.4    removed: 122 all_reduce of 128 bytes, 1.0 ms",
+        "  decode.8    added: 122 all_reduce of 256 bytes, 1.2 ms",
+    ]
+
+
+def test_a_collective_of_some_lists(before: Plan, after: Plan) -> None:
+    reduce = ("all_reduce", 8, 16, "one-shot", None)
+    before["communication"] = {"ranks": 2, "lists": [exchange(1, reduce), exchange(2, reduce, reduce)]}
+    wide = ("all_reduce", 9, 32, "one-shot", None)
+    after["communication"] = {"ranks": 2, "lists": [exchange(1, wide), exchange(2, reduce)]}
+    assert text(before, after).split("\n") == [
+        "communication",
+        "  decode.1 all_reduce  8 times, 16 columns, 32 bytes → 9 times, 32 columns, 64 bytes",
+        "  all_reduce 2         removed: 8 all_reduce of 64 bytes",
+    ]
+
+
+def test_a_weight_of_a_plan_without_weights(before: Plan, after: Plan) -> None:
+    for plan, rows in ((before, 4), (after, 8)):
+        for weight in plan["weights"]:
+            slot = {"op": "planned", "slot": weight["name"], "shape": [rows, 4], "format": "bf16"}
+            place(plan, weight, pack({"op": "concat", "parts": [slot, slot]}))
+    assert (
+        "recipes\n  model.layers.*.self_attn.qkv_proj (4)  planned model.layers.*.self_attn.qkv_proj [4, 4] bf16 → "
+        in (text(before, after))
+    )
+
+
 def test_caches_by_name(before: Plan, after: Plan) -> None:
     for plan, size in ((before, 4096), (after, 8192)):
         names = [f"layer.{index}" for index in range(3 if plan is before else 2)]
