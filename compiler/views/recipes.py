@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from tapeout.compiler.guards import is_list, is_mapping
@@ -110,14 +110,17 @@ def _without_layer(tensor: str, layer: int | None) -> str:
 
 
 def _folded(steps: list[Step]) -> tuple[Step, ...]:
-    if len(steps) < 2:
-        return tuple(steps)
+    """Neighbours that differ by one number are told once, if their numbers ascend, so that no order is lost."""
     folded: list[Step] = []
-    for general, group in groupby(steps, key=_general):
+    for general, group in groupby(steps, key=_general) if len(steps) > 1 else ():
         members = list(group)
-        numbers = ranges(number for member in members for number in _numbers(member)[-1:])
-        folded.append(replace(general, times=len(members), numbers=numbers) if len(members) > 1 else members[0])
-    return tuple(folded)
+        numbers = [_number(member) for member in members]
+        if len(members) > 1 and all(a is not None and b is not None and a < b for a, b in pairwise(numbers)):
+            told = ranges(number for number in numbers if number is not None)
+            folded.append(replace(general, times=len(members), numbers=told))
+        else:
+            folded += members
+    return tuple(folded or steps)
 
 
 def _general(one: Step) -> Step:
@@ -131,9 +134,19 @@ def _without_last(tensor: str) -> str:
     return f"{before}.{ALIKE}.{after}"[:-1] if numbers else tensor
 
 
-def _numbers(one: Step) -> tuple[int, ...]:
-    """The numbers in the first tensor name at or below a step."""
-    return indices(one.tensor) if one.tensor else next((found for step in one.below if (found := _numbers(step))), ())
+def _number(one: Step) -> int | None:
+    """The last number of every tensor name at or below a step; None where they differ, or some are told once."""
+    found = set(_last_numbers(one))
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _last_numbers(one: Step) -> Iterator[int | None]:
+    if one.times > 1:
+        yield None
+    if one.tensor:
+        yield (indices(one.tensor) or (None,))[-1]
+    for step in one.below:
+        yield from _last_numbers(step)
 
 
 def by_rank(steps: Mapping[int, Step]) -> list[tuple[str, Step]]:

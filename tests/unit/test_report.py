@@ -172,6 +172,24 @@ def test_experts_of_a_layer_are_told_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("numbers", [(9, 8), (8, 8), (8, 10, 9)])
+def test_an_order_that_is_not_that_of_the_numbers_is_told(numbers: tuple[int, ...]) -> None:
+    parts = [read(f"model.layers.3.mlp.experts.{n}.w1.weight", [8, 4], "bf16") for n in numbers]
+    told = [step.tensor for step in describe({"op": "concat", "parts": parts}).below]
+    assert told == [f"model.layers.3.mlp.experts.{n}.w1.weight" for n in numbers]
+
+
+def test_parts_of_two_experts_are_not_told_as_one() -> None:
+    def unpack(codes: int, scales: int) -> dict[str, Any]:
+        tensors = (("codes", codes, "packed"), ("scales", scales, "scale"))
+        named = {kind: read(f"experts.w.{n}.{name}", [8, 4], "i32") for kind, n, name in tensors}
+        return {"op": "unpack", "packing": "int4", "to": "int4_g32"} | named
+
+    for pairs, told in (((0, 0), (1, 1)), 1), (((0, 0), (1, 2)), 2):
+        steps = describe({"op": "concat", "parts": [unpack(*pair) for pair in pairs]}).below
+        assert [step.times for step in steps] == ([2] if told == 1 else [1, 1])
+
+
 def test_inputs_of_different_kinds_are_named() -> None:
     codes, scales = read("w.weight_packed", [8, 4], "i32"), read("w.weight_scale", [8, 1], "bf16")
     steps = describe({"op": "unpack", "packing": "int4", "to": "int4_g32", "codes": codes, "scales": scales})
