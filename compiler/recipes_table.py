@@ -133,6 +133,10 @@ def _is_one(found: Recipe | tuple[Recipe, ...]) -> TypeGuard[Recipe]:
     return isinstance(found, Recipe)
 
 
+class Numbered(list[Json]):
+    """Nested recipes of one template: they differ in the number alone that stands in the names of their tensors."""
+
+
 class NestedRecipes:
     """Recipes of a plan as nested JSON, by their place in its table; what they share is shared here."""
 
@@ -178,7 +182,7 @@ class NestedRecipes:
         start, stop = found.get("from"), found.get("to")
         if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= start + MOST:
             raise self._damaged(f"counts from {start!r:.20} to {stop!r:.20} at place {below}; at most {MOST} are read")
-        return [self.nested(found.get("each"), below, each) for each in range(start, stop)]
+        return Numbered(self.nested(found.get("each"), below, each) for each in range(start, stop))
 
     def _name(self, pieces: Sequence[Any], place: int, number: int | None) -> str:
         if number is None or not all(isinstance(piece, str) for piece in pieces):

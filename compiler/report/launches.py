@@ -72,7 +72,7 @@ class Reader:
         if axes[0] == "vocab" and {self.template(launch["kernel"]), launch["kernel"]} & _LOOK_UPS:
             return -(-weight["bytes"] * rows // max(weight["shape"][0], rows))
         experts, chosen = self._choice(launch)
-        if experts and axes[0].startswith("experts"):
+        if experts and axes[0].startswith("experts") and len(weight["shape"]) > 1:  # a router's bias is read whole
             return weight["bytes"] * min(experts, rows * chosen) // experts
         return weight["bytes"]
 

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from tapeout.compiler.guards import is_list, is_mapping
+from tapeout.compiler.recipes_table import Numbered
 from tapeout.compiler.views.text import indices, ranges
 
 Recipe = Mapping[str, Any]
@@ -69,8 +70,19 @@ class Descriptions:
         if recipe["op"] in SOURCES:
             detail = f"{shape_text(recipe['shape'])} {recipe['format']}"
             return Step(recipe["op"], _without_layer(recipe[SOURCES[recipe["op"]]], layer), detail, role)
-        below = _folded([self.of(child, layer, name) for name, child in _named(recipe)])
+        parts: Any = recipe.get("parts")
+        below = self._alike(parts, layer) if isinstance(parts, Numbered) else None
+        if below is None:
+            below = _folded([self.of(child, layer, name) for name, child in _named(recipe)])
         return Step(_words(recipe), "", "", role, below)
+
+    def _alike(self, parts: Numbered, layer: int | None) -> tuple[Step, ...] | None:
+        """What ``_folded`` makes of a template, from its first and last part; None where their numbers are not it."""
+        first, last = (self.of(part, layer) for part in (parts[0], parts[-1]))
+        start, stop = _number(first), _number(last)
+        if start is None or stop is None or stop - start != len(parts) - 1 or len(parts) < 2:
+            return None
+        return (replace(_general(first), times=len(parts), numbers=ranges(range(start, stop + 1))),)
 
 
 def describe(recipe: Recipe, layer: int | None = None) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -92,37 +92,43 @@ def tree(lines: list[str]) -> Step:
     return recipe
 
 
+def cut(source: Array, start: int, stop: int, period: int) -> Array:
+    return np.concatenate([group[start:stop] for group in groups_of(source, period)])
+
+
+def filled_up(source: Array, period: int, padded: int) -> Array:
+    zeros = ((0, padded - period), (0, 0))[: source.ndim]
+    return np.concatenate([np.pad(group, zeros) for group in groups_of(source, period)])
+
+
+def interleaved(parts: list[Array], groups: int) -> Array:
+    return np.concatenate([group for each in zip(*(np.split(p, groups) for p in parts), strict=True) for group in each])
+
+
+MEANING: dict[str, Callable[..., Array]] = {
+    "lay out as raw": lambda parts: parts[0],
+    "lay out as tile16": lambda parts: parts[0],
+    "concatenate N parts, in this order": lambda parts, count: np.concatenate(parts),
+    "interleave N parts, each in N groups of rows": lambda parts, count, groups: interleaved(parts, groups),
+    "rows N to N": lambda parts, start, stop: parts[0][start:stop],
+    "columns N to N": lambda parts, start, stop: parts[0][:, start:stop],
+    "rows N to N of every N": lambda parts, *numbers: cut(parts[0], *numbers),
+    "every N rows filled up with zeros to N": lambda parts, *numbers: filled_up(parts[0], *numbers),
+    "every N columns filled up with zeros to N": lambda parts, *numbers: filled_up(parts[0].T, *numbers).T,
+}
+
+
 def followed(step: Step, tensors: Tensors) -> Array:
     """The matrix that a recipe stands for, one numpy expression a step."""
-    numbers = [int(number) for number in re.findall(r"\b\d+\b", step.text)]
     if step.text.startswith("read "):
         name, shape = step.text.split(" ")[1:3]
         assert tensors[name].shape == tuple(map(int, shape.split("×")))
         return tensors[name]
     parts = [followed(each, tensors) for child in step.below for each in unfolded(child)]
-    kind = re.sub(r"\b\d+\b", "N", step.text)
-    if kind == "concatenate N parts, in this order":
-        assert len(parts) == numbers[0]
-        return np.concatenate(parts)
-    if kind == "interleave N parts, each in N groups of rows":
-        assert len(parts) == numbers[0]
-        return np.concatenate([group for groups in zip(*(np.split(p, numbers[1]) for p in parts), strict=True)
-                               for group in groups])  # fmt: skip
-    (source,) = parts
-    if kind == "rows N to N":
-        return source[numbers[0] : numbers[1]]
-    if kind == "columns N to N":
-        return source[:, numbers[0] : numbers[1]]
-    if kind == "rows N to N of every N":
-        return np.concatenate([group[numbers[0] : numbers[1]] for group in groups_of(source, numbers[2])])
-    if kind == "every N rows filled up with zeros to N":
-        more = numbers[1] - numbers[0]
-        return np.concatenate([np.pad(g, ((0, more), (0, 0))[: g.ndim]) for g in groups_of(source, numbers[0])])
-    if kind == "every N columns filled up with zeros to N":
-        more = numbers[1] - numbers[0]
-        return np.concatenate([np.pad(g.T, ((0, 0), (0, more))) for g in groups_of(source.T, numbers[0])], axis=1)
-    assert kind in ("lay out as raw", "lay out as tile16"), kind
-    return source
+    numbers = [int(number) for number in re.findall(r"\b\d+\b", step.text)]
+    counted = re.match(r"\w+ (\d+) parts", step.text)
+    assert len(parts) == (int(counted[1]) if counted else 1)
+    return MEANING[re.sub(r"\b\d+\b", "N", step.text)](parts, *numbers)
 
 
 def groups_of(source: Array, rows: int) -> list[Array]:

@@ -18,6 +18,7 @@ from tiny import compile_tiny
 from tapeout.compiler import cli
 from tapeout.compiler.devices import load_device
 from tapeout.compiler.plan import build_plan
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.report import render_report, write_report
 from tapeout.compiler.report.launches import bytes_of_list, launch_lists, reader_of
 from tapeout.compiler.report.memory import ranks
@@ -177,6 +178,22 @@ def test_an_order_that_is_not_that_of_the_numbers_is_told(numbers: tuple[int, ..
     parts = [read(f"model.layers.3.mlp.experts.{n}.w1.weight", [8, 4], "bf16") for n in numbers]
     told = [step.tensor for step in describe({"op": "concat", "parts": parts}).below]
     assert told == [f"model.layers.3.mlp.experts.{n}.w1.weight" for n in numbers]
+
+
+def test_a_template_reads_as_its_parts_do() -> None:
+    plan = example_plan()
+    tensor = ["model.layers.3.mlp.experts.", ".w1.weight"]
+    plan["recipes"] += [
+        {"op": "read", "tensor": tensor, "shape": [8, 4], "format": "bf16"},
+        {"op": "concat", "inputs": {"parts": {"each": len(plan["recipes"]), "from": 2, "to": 6}}},
+    ]
+    plan["weights"][0]["ranks"] = [len(plan["recipes"]) - 1]
+    (recipe,) = NestedRecipes(plan).of(plan["weights"][0])
+    parts = [read(tensor[0] + str(number) + tensor[1], [8, 4], "bf16") for number in range(2, 6)]
+    assert describe(recipe, 3) == describe({"op": "concat", "parts": parts}, 3)
+    assert [(step.tensor, step.times, step.numbers) for step in describe(recipe, 3).below] == [
+        ("model.layers.*.mlp.experts.#.w1.weight", 4, "2-5")
+    ]
 
 
 def test_parts_of_two_experts_are_not_told_as_one() -> None:
