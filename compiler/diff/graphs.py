@@ -133,8 +133,9 @@ def _fixed(launch: Plan) -> dict[str, Any]:
     for name, value in launch["args"].items():
         if not _is_address(value):
             fixed[name] = _pointed_at(value) if is_list(value) else value
-    rest = leaves({key: value for key, value in launch.items() if key not in ("kernel", "op", "args")})
-    return fixed | {key: wildcard(value) if isinstance(value, str) else value for key, value in rest}
+    rest = {key: value for key, value in launch.items() if key not in ("kernel", "op", "args")}
+    found = leaves(rest) if rest else ()
+    return fixed | {key: wildcard(value) if isinstance(value, str) else value for key, value in found}
 
 
 def _pointed_at(value: list[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -148,7 +148,7 @@ def test_a_rank_whose_recipe_departs(before: Plan, after: Plan) -> None:
         place(plan, plan["weights"][-1], *map(pack, ranks))
     assert text(before, after) == "recipes\n  model.norm  on rank 1: rows: start 4 → 5"
     place(after, after["weights"][-1], pack(halves[0]))
-    assert text(before, after) == "recipes\n  model.norm  for 2 → 1 ranks"
+    assert text(before, after) == "recipes\n  1 of 9 weights  for 2 → 1 ranks, on each as before"
 
 
 def test_a_rope_table_names_the_first_value(before: Plan, after: Plan) -> None:
@@ -231,6 +231,11 @@ def test_arguments_that_are_neither_weights_nor_addresses(before: Plan, after: P
     )
 
 
+def test_what_only_one_launch_says(before: Plan, after: Plan) -> None:
+    after["graphs"][0]["launches"][-1]["output"] = {"arg": "y"}
+    assert text(before, after) == "graphs\n  model.norm  - → output.arg y; in prefill.256"
+
+
 def exchange(rows: int, *made: tuple[str, int, int, str, float | None]) -> Plan:
     names = ("kind", "count", "columns", "algorithm")
     entries = [
@@ -293,6 +298,34 @@ def test_a_weight_of_a_plan_without_weights(before: Plan, after: Plan) -> None:
         "recipes\n  model.layers.*.self_attn.qkv_proj (4)  planned model.layers.*.self_attn.qkv_proj [4, 4] bf16 → "
         in (text(before, after))
     )
+
+
+def experts(plan: Plan, numbers: Sequence[int], projection: str = "up") -> None:
+    parts = [read(f"model.layers.0.mlp.experts.{n}.{projection}.weight", [8, 4], "bf16") for n in numbers]
+    place(plan, plan["weights"][-1], pack({"op": "concat", "parts": parts}))
+
+
+def test_experts_are_told_by_their_number(before: Plan, after: Plan) -> None:
+    experts(before, range(384))
+    experts(after, range(48), "down")
+    each = "model.layers.*.mlp.experts.*"
+    assert text(before, after) == (
+        f"recipes\n  model.norm  concat: parts [384 × {each}.up.weight] → [48 × {each}.down.weight]"
+    )
+
+
+def test_experts_in_another_order(before: Plan, after: Plan) -> None:
+    experts(before, range(8))
+    experts(after, [1, 0, *range(2, 8)])
+    assert text(before, after) == "recipes\n  model.norm  concat: 8 parts in another order"
+
+
+def test_weights_that_more_ranks_hold_alike_are_one_line(before: Plan, after: Plan) -> None:
+    after["weights"] += [after["weights"][-1] | {"name": f"model.norm_{n}"} for n in "abc"]
+    before["weights"] += [before["weights"][-1] | {"name": f"model.norm_{n}"} for n in "abc"]
+    for weight in after["weights"]:
+        weight["ranks"] = weight["ranks"] * 2
+    assert text(before, after) == "recipes\n  12 of 12 weights  for 1 → 2 ranks, on each as before"
 
 
 def test_caches_by_name(before: Plan, after: Plan) -> None:
