@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes as C
 import mmap
 import struct
@@ -379,6 +380,8 @@ class CpuBackend:
             self._engine = None
             for piece in (self.weights, self.arena, self.kv):
                 piece.close()
+            # the linker knows libraries by their path, and another artifact may lie there by the next load
+            _ctypes.dlclose(self._library._handle)  # pyright: ignore[reportPrivateUsage]
             if self._member:
                 self._member.leave()
 
