@@ -19,7 +19,10 @@ from tapeout.runtime.errors import TapeoutError
 MOST_RANKS = 64
 TICK = 0.1  # seconds between two looks at the others
 SILENCE_TICKS = 25  # without a sign of life, until a rank counts as dead or stopped
-PATIENCE_S = 4.0  # for how long the others may wait for a rank in a collective
+PATIENCE_S = 60.0
+"""For how long the others may wait for a rank in a collective. One that was killed or stopped is noticed by its
+silence; this is for one that lives and does not come. It must exceed the longest layer: all of 8,192 rows may choose
+experts of one rank, while the others have nothing to do."""
 _MAGIC, _VERSION, _BLOCK = 0x4B4E5254, 1, 1024
 
 
