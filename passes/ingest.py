@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints import CONFIG, Checkpoint
+from tapeout.compiler.checkpoints.config import written_differently
 from tapeout.compiler.checkpoints.quantization_config import quantization_config
 from tapeout.compiler.checkpoints.quantized import weights_of
 from tapeout.compiler.formats import FORMATS
@@ -16,8 +17,10 @@ from tapeout.compiler.models import find_family
 from tapeout.compiler.models.base import Config, Family, Sources
 from tapeout.compiler.recipes import Convert, Divide, Planned, Recipe, joined
 from tapeout.compiler.spec import Model, Stored
-from tapeout.compiler.stages import LogicalModel, check_rule
+from tapeout.compiler.stages import Decision, LogicalModel, check_rule
 from tapeout.runtime.errors import TapeoutError
+
+_SHOWN = 8  # keys that differ
 
 
 def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
@@ -48,7 +51,25 @@ def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
         ignored=ignored,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
+        decisions=_gives_way(model, checkpoint),
     )
+
+
+def _gives_way(model: Model, checkpoint: Checkpoint) -> tuple[Decision, ...]:
+    """What a spec says for want of a checkpoint holds no longer where there is one; recorded, with what differs."""
+    if model.source is None:
+        return ()
+    lost: list[tuple[str, str]] = []
+    if model.config is not None:
+        keys = [] if checkpoint.container == "gguf" else written_differently(model.config, checkpoint.config)
+        shown = ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" if keys[_SHOWN:] else "")
+        differs = f"; what it has says otherwise of {shown}" if keys else ""
+        lost.append(("model.config", f"stands for a checkpoint that is not there{differs}"))
+    if model.stored is not None and checkpoint.container != CONFIG:
+        lost.append(("model.stored", "stands for a checkpoint that is not there; tensors say their formats themselves"))
+    if not lost:
+        return ()
+    return (Decision("ingest", "model", "model.source", "a spec that names both takes the source", tuple(lost)),)
 
 
 def _planned(

@@ -50,6 +50,7 @@ _RULES = {
     "greater_than": "{value} is too small; it must be more than {gt}",
     "greater_than_equal": "{value} is too small; the least is {ge}",
     "less_than_equal": "{value} is too large; the most is {le}",
+    "finite_number": "{value} is not a finite number",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
@@ -61,6 +62,7 @@ _WANTED = {
     "float_type": "a number",
     "tuple_type": "a list",
     "model_type": "a section (keys with values)",
+    "dict_type": "a section (keys with values)",
 }
 
 
