@@ -146,9 +146,9 @@ class Planned(Recipe):
         """What the checkpoint is said to hold."""
         return self.slot_format
 
-    def to_json(self) -> Json:
+    def attributes(self) -> Json:
         """Name, shape and format of the slot."""
-        return {"op": self.op, "slot": self.slot, "shape": list(self.shape), "format": self.format}
+        return {"slot": self.slot, "shape": list(self.shape), "format": self.format}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from tapeout.compiler.guards import is_list
 from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import change_of_size, group_label, size, wildcard
-from tapeout.compiler.views.weights import fields, inputs, short, step
+from tapeout.compiler.views.weights import NAMED, fields, inputs, short, step
 
 Recipe = dict[str, Any]
 _MOST_STEPS = 3
@@ -164,7 +164,9 @@ def _exchange(old: Recipe, new: Recipe) -> str:
 
 def _leaf(recipe: Recipe) -> str:
     below = inputs(recipe)
-    return wildcard(recipe["tensor"]) if recipe["op"] == "read" else _leaf(dict(below[0])) if below else recipe["op"]
+    if recipe["op"] in NAMED:
+        return wildcard(recipe[NAMED[recipe["op"]]])
+    return _leaf(dict(below[0])) if below else recipe["op"]
 
 
 def _names(recipes: list[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tapeout.compiler.guards import is_mapping
 from tapeout.compiler.views.text import indices, ranges, wildcard
-from tapeout.compiler.views.weights import inputs, step
+from tapeout.compiler.views.weights import NAMED, inputs, step
 
 Recipe = Mapping[str, Any]
 ALIKE = "#"
@@ -34,9 +34,9 @@ class Step:
 
 def describe(recipe: Recipe, layer: int | None = None, role: str = "") -> Step:
     """The steps of a recipe, outermost first. The number of ``layer`` in tensor names becomes ``*``."""
-    if recipe["op"] == "read":
+    if recipe["op"] in NAMED:
         detail = f"{shape_text(recipe['shape'])} {recipe['format']}"
-        return Step("read", _without_layer(recipe["tensor"], layer), detail, role)
+        return Step(recipe["op"], _without_layer(recipe[NAMED[recipe["op"]]], layer), detail, role)
     below = _folded([describe(child, layer, name) for name, child in _named(recipe)])
     return Step(_words(recipe), "", "", role, below)
 

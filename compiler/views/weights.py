@@ -71,10 +71,14 @@ def fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in own.items() if not (is_list(value) and any(map(_is_recipe, value)))}
 
 
+NAMED = {"read": "tensor", "planned": "slot"}
+"""The steps that recipes begin with, and the field that says where."""
+
+
 def step(recipe: Mapping[str, Any]) -> str:
     """One step in words: its op and fields."""
-    if recipe["op"] == "read":
-        return f"read {recipe['tensor']} {recipe['shape']} {recipe['format']}"
+    if recipe["op"] in NAMED:
+        return f"{recipe['op']} {recipe[NAMED[recipe['op']]]} {recipe['shape']} {recipe['format']}"
     shown = [f"{name} {short(value)}" for name, value in fields(recipe).items()]
     return " ".join([recipe["op"].replace("_", " "), *shown])
 
