@@ -39,7 +39,7 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
     spans = plan_offsets([w.nbytes for w in selected.weights], line=PLANE if selected.step else LINE)
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
-    ends = list(accumulate(_round(_cache_bytes(cache, pages, serving), PAGE) for cache in selected.caches))
+    ends = list(accumulate(_cache_bytes(cache, pages, serving.max_sequences) for cache in selected.caches))
     own = device.context if isinstance(device, CudaDevice) else 0
     plan = MemoryPlan(
         weights=sum(place.nbytes for place in places),
@@ -79,8 +79,9 @@ def _comm_buffer(selected: SelectedModel) -> int:
     return _round(max(sizes, default=0), LINE)
 
 
-def _cache_bytes(cache: Cache, pages: int, serving: Serving) -> int:
-    return pages * cache.page_bytes + serving.max_sequences * cache.sequence_bytes
+def _cache_bytes(cache: Cache, pages: int, sequences: int) -> int:
+    """Its pages and the state of its sequences, in whole pages of memory."""
+    return _round(pages * cache.page_bytes + sequences * cache.sequence_bytes, PAGE)
 
 
 def _round(size: int, step: int) -> int:
@@ -144,11 +145,14 @@ def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[De
 
 
 def _tokens_that_fit(plan: MemoryPlan, selected: SelectedModel) -> int:
-    """Whole pages in what the rest leaves of the capacity, with a page of rounding a cache."""
+    """Whole pages in what the rest leaves of the capacity."""
     page = sum(cache.page_bytes for cache in selected.caches)
     state = sum(cache.sequence_bytes for cache in selected.caches) * plan.max_sequences
-    room = plan.capacity - (plan.total - plan.kv_pool) - state - PAGE * len(selected.caches)
-    return max(room, 0) // page * plan.page_tokens if page else 0
+    room = plan.capacity - (plan.total - plan.kv_pool)
+    pages = max(room - state, 0) // page if page else 0
+    while pages and sum(_cache_bytes(cache, pages, plan.max_sequences) for cache in selected.caches) > room:
+        pages -= 1  # rounding takes less than a page of memory a cache
+    return pages * plan.page_tokens
 
 
 def _too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving, memory: int) -> TapeoutError:

@@ -25,7 +25,7 @@ OWN = {
                   "first_k_dense_replace", "routed_scaling_factor", "vocab_size", "max_position_embeddings",
                   "rope_theta", "rope_scaling"},
     "GLM-5": set[str](),
-    "DeepSeek-V4-Flash": {"num_hash_layers", "compress_ratios", "rope_theta", "compress_rope_theta"},
+    "DeepSeek-V4-Flash": {"num_hash_layers", "compress_ratios"},
 }  # fmt: skip
 BUFFERS = ("tid2eid", "e_score_correction_bias")  # what transformers keeps as buffers and checkpoints hold
 
