@@ -120,17 +120,25 @@ def _place(selected: SelectedModel, program: Program, pinned: dict[str, tuple[in
     waiting = sorted(
         (name for name in spans if name not in pinned), key=lambda name: (-buffers[name].nbytes(rows), name)
     )
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(len(launches) + 1)]  # [low, high) at each launch
+    for place in placed:
+        _take(taken, place)
     for name in waiting:
         size, (first, last) = buffers[name].nbytes(rows), spans[name]
-        rivals = sorted((p.offset, p.offset + p.nbytes) for p in placed if not (p.last < first or last < p.first))
         offset = start
-        for low, high in rivals:
+        for low, high in sorted({span for each in taken[first : last + 1] for span in each}):
             if offset + size <= low:
                 break
             offset = max(offset, high)
         placed.append(Placement(name, offset, size, first, last))
+        _take(taken, placed[-1])
     placed.sort(key=lambda p: (p.first, p.buffer))
     return GraphMemory(program.name, program.phase, program.rows, tuple(placed))
+
+
+def _take(taken: list[list[tuple[int, int]]], place: Placement) -> None:
+    for each in taken[place.first : place.last + 1]:
+        each.append((place.offset, place.offset + place.nbytes))
 
 
 def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[Decision, ...]:

@@ -123,7 +123,7 @@ def _read(folder: Path, place: Path) -> dict[str, Any]:
         with place.open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
-        if (folder / "plan.json").is_file():
+        if (folder / "plan.json").is_file() and not (folder / "weights").exists():
             raise TapeoutError(
                 f"{folder}: a plan alone, which cannot run; `tapeout compile` without --plan-only makes an artifact"
             ) from None

@@ -170,6 +170,12 @@ def test_a_config_that_says_quantized_needs_stored(compiled: Compile, where: str
             "1024 are believed",
         ),
         (
+            {"config": {"architectures": ["KimiK25ForConditionalGeneration"],
+                        "text_config": {"num_hidden_layers": 10**12}}},  # the family makes a list of as many
+            "model.config: the config says 1000000000000 layers; without a checkpoint that bears it out, at most 1024 "
+            "are believed",
+        ),
+        (
             config(head_dim=1 << 40),
             "model.config: the config says 1099511627776 channels a head; without a checkpoint that bears it out, at "
             "most 65536 are believed",
