@@ -18,7 +18,7 @@ SPECS = Path(__file__).parents[2] / "specs"
 KIMI, GLM, V4 = "kimi-k2.5-int4-8x", "glm-5-gguf-8x", "deepseek-v4-flash-nvfp4-4x"
 PAGE, GIB = 4096, 2**30
 MEMORY, CONTEXT = 94 * GIB, 570_000_000  # of an RTX PRO 6000, and what its driver takes
-Sizes = dict[str, tuple[int, int]]  # weights a rank, and bytes of one
+Sizes = dict[str, tuple[int, int]]  # matrices of a kind on a rank, and bytes of them all
 
 
 def planned(tmp_path: Path, name: str, *overrides: str) -> dict[str, Any]:
@@ -86,6 +86,11 @@ def nvfp4(n: int, k: int) -> int:
 # -- matrices of a rank
 
 
+def times(sizes: Mapping[str, tuple[int, int]]) -> Sizes:
+    """From how many there are of a kind and the bytes of one."""
+    return {kind: (count, count * nbytes) for kind, (count, nbytes) in sizes.items()}
+
+
 def kimi(ranks: int, groups: int = 1) -> Sizes:
     """61 layers, 64 heads padded to a multiple of the ranks, widths to 16 channels (experts to blocks of 32) a rank.
 
@@ -95,7 +100,7 @@ def kimi(ranks: int, groups: int = 1) -> Sizes:
     heads, dense, shared = up(64, ranks) // ranks, up(18432, 16 * ranks) // ranks, up(2048, 16 * ranks) // ranks
     within = ranks // groups
     expert, held = up(2048, 32 * within) // within, experts // groups
-    return {
+    sizes = {
         "embed_tokens": (1, bf16(163840, hidden)),
         "lm_head": (1, bf16(up(163840, 16 * ranks) // ranks, hidden)),
         "q_a_kv_a_proj_with_mqa_proj": (61, bf16(q_rank + latent + rope, hidden)),
@@ -111,12 +116,13 @@ def kimi(ranks: int, groups: int = 1) -> Sizes:
         "shared_experts.gate_up_proj": (60, bf16(2 * shared, hidden)),
         "shared_experts.down_proj": (60, bf16(hidden, shared)),
     }
+    return times(sizes)
 
 
 def glm() -> Sizes:
     """78 layers on 8 ranks, 3 of them dense; the index of each is whole on every rank."""
     hidden, q_rank, latent, rope, nope, value, experts, heads = 6144, 2048, 512, 64, 192, 256, 256, 8
-    return {
+    sizes = {
         "embed_tokens": (1, q4_k(154880, hidden)),
         "lm_head": (1, q6_k(154880 // 8, hidden)),
         "q_a_kv_a_proj_with_mqa_proj": (78, q4_k(q_rank + latent + rope, hidden)),
@@ -135,6 +141,7 @@ def glm() -> Sizes:
         "shared_experts.gate_up_proj": (75, q4_k(2 * 2048 // 8, hidden)),
         "shared_experts.down_proj": (75, q6_k(hidden, 2048 // 8)),
     }
+    return times(sizes)
 
 
 def v4() -> Sizes:
@@ -142,7 +149,7 @@ def v4() -> Sizes:
     hidden, q_rank, head, experts, streams = 4096, 1024, 512, 256, 4
     heads, groups, o_rank = 64 // 4, 8 // 4, 1024
     mixes = streams * (streams + 2)
-    return {
+    sizes = {
         "embed_tokens": (1, bf16(129280, hidden)),
         "lm_head": (1, bf16(129280 // 4, hidden)),
         "attn_hc.fn": (43, f32(mixes, streams * hidden)),
@@ -152,7 +159,6 @@ def v4() -> Sizes:
         "q_b_proj": (43, fp8_block128(heads * head, q_rank)),
         "o_a_proj": (43, fp8_block128(groups * o_rank, 64 // 8 * head)),
         "o_b_proj": (43, fp8_block128(hidden, groups * o_rank)),
-        "compressor.kv_gate_proj": (43, 0),  # of two sizes, below
         "indexer.kv_gate_proj": (20, bf16(2 * 2 * 128, hidden)),
         "indexer.q_b_proj": (20, fp8_block128(64 * 128, q_rank)),
         "scorer.weights_proj": (20, bf16(64, hidden)),
@@ -162,16 +168,8 @@ def v4() -> Sizes:
         "shared_experts.gate_up_proj": (43, fp8_block128(2 * 2048 // 4, hidden)),
         "shared_experts.down_proj": (43, fp8_block128(hidden, 2048 // 4)),
     }
-
-
-V4_ENTRIES = 23 * bf16(2 * 512, 4096) + 20 * bf16(2 * 2 * 512, 4096)
-
-
-def totals(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    found = {kind: (count, count * nbytes) for kind, (count, nbytes) in sizes.items()}
-    if "compressor.kv_gate_proj" in found:
-        found["compressor.kv_gate_proj"] = (43, V4_ENTRIES)
-    return found
+    entries = 23 * bf16(2 * head, hidden) + 20 * bf16(2 * 2 * head, hidden)
+    return times(sizes) | {"compressor.kv_gate_proj": (43, entries)}
 
 
 def by_kind(plan: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -192,13 +190,13 @@ def vectors(plan: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def matrix_bytes(sizes: Sizes) -> int:
-    return sum(nbytes for _, nbytes in totals(sizes).values())
+    return sum(nbytes for _, nbytes in sizes.values())
 
 
 @pytest.mark.parametrize(("name", "sizes"), [(KIMI, kimi(8)), (GLM, glm()), (V4, v4())], ids=[KIMI, GLM, V4])
 def test_weights_of_a_rank(name: str, sizes: Sizes, plans: Callable[[str], dict[str, Any]]) -> None:
     plan = plans(name)
-    assert by_kind(plan) == totals(sizes)
+    assert by_kind(plan) == sizes
     rest = plan["memory"]["weights"] - matrix_bytes(sizes)
     assert rest == sum(vector["bytes"] for vector in vectors(plan))
 
@@ -314,7 +312,7 @@ def test_predicted_times(plans: Callable[[str], dict[str, Any]]) -> None:
 
 def test_whole_experts_take_the_same_bytes_as_slices_of_all(tmp_path: Path) -> None:
     plan = planned(tmp_path, KIMI, "topology.parallel.expert=8")
-    assert by_kind(plan) == totals(kimi(8)) == totals(kimi(8, 8))
+    assert by_kind(plan) == kimi(8) == kimi(8, 8)
     shapes = {weight["name"]: tuple(weight["shape"]) for weight in plan["weights"]}
     assert shapes["model.layers.1.mlp.experts.gate_up_proj"] == (48 * 2 * 2048, 7168)
     assert shapes["model.layers.1.mlp.experts.down_proj"] == (48 * 7168, 2048)
