@@ -63,11 +63,11 @@ def compile_spec(
     if not plan_only:
         check_target(output, force)
     device = load_device(spec.topology.device)
-    if isinstance(device, CudaDevice) and not plan_only:
-        require_one_device(spec.topology)
     checkpoint = open_source(spec.model.source, spec.model.config, base or Path.cwd())
     if not plan_only:
         require_weights(checkpoint)
+        if isinstance(device, CudaDevice):
+            require_one_device(spec.topology)
     folder = Environment.read().cache
     builder = KernelBuilder(folder / "cubins", progress)
     results = run_passes(spec, device, checkpoint, builder, memo, progress, Purpose(plan_only))

@@ -55,7 +55,7 @@ def build_plan(
     fused, selected = results.get(FusedModel), results.get(SelectedModel)
     memory, graphs = results.get(MemoryPlan), results.get(GraphPlan)
     sharded, communication = results.get(ShardedModel), results.get(CommunicationPlan)
-    made = [stage.decisions for stage in (quantized, sharded, fused, communication, selected, memory, graphs)]
+    made = [stage.decisions for stage in (logical, quantized, sharded, fused, communication, selected, memory, graphs)]
     target = {} if isinstance(device, CpuDevice) else {"target": "cuda"}
     return target | {
         "format_version": FORMAT_VERSION,

@@ -79,6 +79,7 @@ class LogicalModel:
     ignored: tuple[tuple[str, str], ...]
     vocab_size: int
     max_context: int
+    decisions: tuple[Decision, ...] = ()
 
     def check(self) -> None:
         """Every slot has one recipe of its shape."""

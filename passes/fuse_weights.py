@@ -16,6 +16,9 @@ def fuse_weights(sharded: ShardedModel) -> FusedModel:
     formats = {name: recipe.format for name, recipe in sharded.ranks[0]}
     ops: list[Op] = []
     decisions: list[Decision] = []
+    groups: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        groups.setdefault(op.fuse, []).append(op)
 
     def kind(op: Op) -> tuple[str, str, str, int]:
         if not op.fuse:
@@ -29,7 +32,7 @@ def fuse_weights(sharded: ShardedModel) -> FusedModel:
         else:
             ops.append(_join(parts, slots, ranks))
         if parts[0].fuse:
-            decisions.append(_decide(parts, graph, formats))
+            decisions.append(_decide(parts, groups[parts[0].fuse], formats))
     fused = Graph(tuple(ops), tuple(slots.values()), graph.output)
     ordered = tuple(tuple((name, recipes[name]) for name in slots) for recipes in ranks)
     return FusedModel(sharded, fused, ordered, merge_decisions(decisions))
@@ -65,8 +68,8 @@ def _fused_name(parts: list[Op]) -> str:
     return parts[0].fuse if joined == last else f"{at}.{joined}"
 
 
-def _decide(parts: list[Op], graph: Graph, formats: dict[str, str]) -> Decision:
-    group = [op for op in graph.ops if op.fuse == parts[0].fuse]
+def _decide(parts: list[Op], group: list[Op], formats: dict[str, str]) -> Decision:
+    """What became of ``parts``, a run of the ops of ``group``."""
     names = ", ".join(op.name.rpartition(".")[2] for op in parts)
     if len(parts) == len(group):
         return Decision(

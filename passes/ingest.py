@@ -7,17 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints import CONFIG, Checkpoint
+from tapeout.compiler.checkpoints.config import written_differently
 from tapeout.compiler.checkpoints.quantization_config import quantization_config
 from tapeout.compiler.checkpoints.quantized import weights_of
 from tapeout.compiler.formats import FORMATS
-from tapeout.compiler.guards import is_list
+from tapeout.compiler.guards import is_list, is_mapping
 from tapeout.compiler.ir import Builder, Graph, Weight
 from tapeout.compiler.models import find_family
-from tapeout.compiler.models.base import Config, Family, Sources
+from tapeout.compiler.models.base import Family, Sources
 from tapeout.compiler.recipes import Convert, Divide, Planned, Recipe, joined
 from tapeout.compiler.spec import Model, Stored
-from tapeout.compiler.stages import LogicalModel, check_rule
+from tapeout.compiler.stages import Decision, LogicalModel, check_rule
 from tapeout.runtime.errors import TapeoutError
+
+_SHOWN = 8  # keys that differ
 
 
 def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
@@ -26,8 +29,9 @@ def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
     Where there is a config alone, slots get what ``model.stored`` says that its checkpoint will hold.
     """
     family = find_family(_architectures(model, checkpoint), str(checkpoint.path))
+    _check_scale(checkpoint, _stated_layers(checkpoint))
     config, sources = _parse(family, checkpoint)
-    _check_scale(config, checkpoint)
+    _check_scale(checkpoint, config.layers, config.head_dim)
     builder, constants = Builder(), dict(family.constants(config))
     graph = builder.graph(family.forward(config, builder))
     ignored: tuple[tuple[str, str], ...] = ()
@@ -48,7 +52,25 @@ def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
         ignored=ignored,
         vocab_size=config.vocab_size,
         max_context=config.max_context,
+        decisions=_gives_way(model, checkpoint),
     )
+
+
+def _gives_way(model: Model, checkpoint: Checkpoint) -> tuple[Decision, ...]:
+    """What a spec says for want of a checkpoint holds no longer where there is one; recorded, with what differs."""
+    if model.source is None:
+        return ()
+    lost: list[tuple[str, str]] = []
+    if model.config is not None:
+        keys = [] if checkpoint.container == "gguf" else written_differently(model.config, checkpoint.config)
+        shown = ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN} more" if keys[_SHOWN:] else "")
+        differs = f"; what it has says otherwise of {shown}" if keys else ""
+        lost.append(("model.config", f"stands for a checkpoint that is not there{differs}"))
+    if model.stored is not None and checkpoint.container != CONFIG:
+        lost.append(("model.stored", "stands for a checkpoint that is not there; tensors say their formats themselves"))
+    if not lost:
+        return ()
+    return (Decision("ingest", "model", "model.source", "a spec that names both takes the source", tuple(lost)),)
 
 
 def _planned(
@@ -100,24 +122,36 @@ def _parse(family: Family, checkpoint: Checkpoint) -> tuple[Any, Sources]:
         raise TapeoutError(f"{checkpoint.path}: {error}") from error
 
 
-def _check_scale(config: Config, checkpoint: Checkpoint) -> None:
+def _stated_layers(checkpoint: Checkpoint) -> int:
+    """The layers that a config says there are, read before a family makes lists of that length; 0 for none."""
+    text: Any = checkpoint.config.get("text_config")
+    found: list[Any] = [each.get("num_hidden_layers") for each in (checkpoint.config, text) if is_mapping(each)]
+    if checkpoint.container == "gguf":
+        found = [value for key, value in checkpoint.config.items() if key.endswith(".block_count")]
+    return max((value for value in found if isinstance(value, int)), default=0)
+
+
+def _check_scale(checkpoint: Checkpoint, layers: int, head_dim: int = 0) -> None:
     """A config far beyond its tensors, or any that there are, is refused before a program of its size is built."""
+    bare = checkpoint.container == CONFIG
+    if layers > (1024 if bare else len(checkpoint.tensors)):
+        raise _unbelievable(checkpoint, f"{layers} layers", 1024)
+    if head_dim and head_dim > (1 << 16 if bare else _extent(checkpoint)):
+        raise _unbelievable(checkpoint, f"{head_dim} channels a head", 1 << 16)
+
+
+def _extent(checkpoint: Checkpoint) -> int:
+    return max((max(info.shape, default=0) for info in checkpoint.tensors.values()), default=0)
+
+
+def _unbelievable(checkpoint: Checkpoint, claim: str, most: int) -> TapeoutError:
+    says = f"{checkpoint.path}: the config says {claim}"
     if checkpoint.container == CONFIG:
-        for what, claimed, most in (("layers", config.layers, 1024), ("channels a head", config.head_dim, 1 << 16)):
-            if claimed > most:
-                raise TapeoutError(
-                    f"{checkpoint.path}: the config says {claimed} {what}; without a checkpoint that bears it out, "
-                    f"at most {most} are believed"
-                )
-        return
-    extent = max((max(info.shape, default=0) for info in checkpoint.tensors.values()), default=0)
-    claims = ("layers", config.layers, len(checkpoint.tensors)), ("channels a head", config.head_dim, extent)
-    for what, claimed, most in claims:
-        if claimed > most:
-            raise TapeoutError(
-                f"{checkpoint.path}: the config says {claimed} {what}, but the checkpoint has "
-                f"{len(checkpoint.tensors)} tensors of at most {extent} rows or columns; they are not of one model"
-            )
+        return TapeoutError(f"{says}; without a checkpoint that bears it out, at most {most} are believed")
+    return TapeoutError(
+        f"{says}, but the checkpoint has {len(checkpoint.tensors)} tensors of at most {_extent(checkpoint)} rows or "
+        "columns; they are not of one model"
+    )
 
 
 def _own_name(checkpoint: Checkpoint) -> str:

@@ -9,14 +9,22 @@ from tapeout.compiler.kernels import collective
 from tapeout.compiler.lowering.buckets import cpu_buckets, cuda_buckets
 from tapeout.compiler.spec import Link, Serving, Topology
 from tapeout.compiler.stages import Collective, CommunicationPlan, Decision, Exchange, FusedModel
+from tapeout.runtime.errors import TapeoutError
 
 COLLECTIVES = ("all_reduce", "all_gather")
 GPU_VALUE, CPU_VALUE = 2, 4  # bytes of a value that GPUs (bf16) and CPUs (float32) exchange
 
 
 def plan_communication(fused: FusedModel, device: Device, topology: Topology, serving: Serving) -> CommunicationPlan:
-    """Every collective of every launch list. Costs are predicted for GPUs alone, from their slowest link."""
+    """Every collective of every launch list. Costs are predicted for GPUs alone, from their slowest link.
+
+    Raises TapeoutError for links of a CPU.
+    """
     ranks = topology.count
+    if topology.links and not isinstance(device, CudaDevice):
+        raise TapeoutError(
+            f"topology.links joins GPUs, and the ranks of {device.name}, topology.device, share memory; leave links out"
+        )
     if ranks == 1:
         return CommunicationPlan(1, None, (), ())
     on_gpu = isinstance(device, CudaDevice)

@@ -39,7 +39,7 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
     spans = plan_offsets([w.nbytes for w in selected.weights], line=PLANE if selected.step else LINE)
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
-    ends = list(accumulate(_round(_cache_bytes(cache, pages, serving), PAGE) for cache in selected.caches))
+    ends = list(accumulate(_cache_bytes(cache, pages, serving.max_sequences) for cache in selected.caches))
     own, memory = device.context if isinstance(device, CudaDevice) else 0, memory_of_rank(device, topology)
     plan = MemoryPlan(
         weights=sum(place.nbytes for place in places),
@@ -85,8 +85,9 @@ def _comm_buffer(selected: SelectedModel) -> int:
     return _round(max(sizes, default=0), LINE)
 
 
-def _cache_bytes(cache: Cache, pages: int, serving: Serving) -> int:
-    return pages * cache.page_bytes + serving.max_sequences * cache.sequence_bytes
+def _cache_bytes(cache: Cache, pages: int, sequences: int) -> int:
+    """Its pages and the state of its sequences, in whole pages of memory."""
+    return _round(pages * cache.page_bytes + sequences * cache.sequence_bytes, PAGE)
 
 
 def _round(size: int, step: int) -> int:
@@ -125,17 +126,25 @@ def _place(selected: SelectedModel, program: Program, pinned: dict[str, tuple[in
     waiting = sorted(
         (name for name in spans if name not in pinned), key=lambda name: (-buffers[name].nbytes(rows), name)
     )
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(len(launches) + 1)]  # [low, high) at each launch
+    for place in placed:
+        _take(taken, place)
     for name in waiting:
         size, (first, last) = buffers[name].nbytes(rows), spans[name]
-        rivals = sorted((p.offset, p.offset + p.nbytes) for p in placed if not (p.last < first or last < p.first))
         offset = start
-        for low, high in rivals:
+        for low, high in sorted({span for each in taken[first : last + 1] for span in each}):
             if offset + size <= low:
                 break
             offset = max(offset, high)
         placed.append(Placement(name, offset, size, first, last))
+        _take(taken, placed[-1])
     placed.sort(key=lambda p: (p.first, p.buffer))
     return GraphMemory(program.name, program.phase, program.rows, tuple(placed))
+
+
+def _take(taken: list[list[tuple[int, int]]], place: Placement) -> None:
+    for each in taken[place.first : place.last + 1]:
+        each.append((place.offset, place.offset + place.nbytes))
 
 
 def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[Decision, ...]:
@@ -150,11 +159,14 @@ def _decide(selected: SelectedModel, serving: Serving, context: int) -> tuple[De
 
 
 def _tokens_that_fit(plan: MemoryPlan, selected: SelectedModel) -> int:
-    """Whole pages in what the rest leaves of the capacity, with a page of rounding a cache."""
+    """Whole pages in what the rest leaves of the capacity."""
     page = sum(cache.page_bytes for cache in selected.caches)
     state = sum(cache.sequence_bytes for cache in selected.caches) * plan.max_sequences
-    room = plan.capacity - (plan.total - plan.kv_pool) - state - PAGE * len(selected.caches)
-    return max(room, 0) // page * plan.page_tokens if page else 0
+    room = plan.capacity - (plan.total - plan.kv_pool)
+    pages = max(room - state, 0) // page if page else 0
+    while pages and sum(_cache_bytes(cache, pages, plan.max_sequences) for cache in selected.caches) > room:
+        pages -= 1  # rounding takes less than a page of memory a cache
+    return pages * plan.page_tokens
 
 
 def _too_large(plan: MemoryPlan, serving: Serving, device: Device, topology: Topology) -> TapeoutError:

@@ -113,12 +113,20 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def _read(folder: Path, place: Path) -> dict[str, Any]:
+    if folder.is_file():
+        raise TapeoutError(
+            f"{folder}: is a file; an artifact is a folder with a {MANIFEST}, and a plan alone cannot run"
+        )
     if not folder.is_dir():
         raise TapeoutError(f"{folder}: no such folder; an artifact is a folder with a {MANIFEST}")
     try:
         with place.open("rb") as file:
             text = file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
+        if (folder / "plan.json").is_file() and not (folder / "weights").exists():
+            raise TapeoutError(
+                f"{folder}: a plan alone, which cannot run; `tapeout compile` without --plan-only makes an artifact"
+            ) from None
         raise TapeoutError(f"{folder}: not an artifact, it has no {MANIFEST}; `tapeout compile` makes one") from None
     except OSError as error:
         raise TapeoutError(f"{place}: cannot be read ({error.strerror})") from error

