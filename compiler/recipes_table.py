@@ -21,6 +21,10 @@ MOST = 1 << 16
 """Parts that a template may stand for, far more than there are experts; a damaged plan could ask for any number."""
 
 
+LARGEST, DEEPEST = 1 << 20, 100
+"""Steps of one recipe with all that stands below it, and how many stand one below the other; 384 experts take 2,000."""
+
+
 class RecipeTable:
     """Collects recipes. Equal recipes get one place, and inputs stand before what reads them."""
 
@@ -129,6 +133,10 @@ def _is_one(found: Recipe | tuple[Recipe, ...]) -> TypeGuard[Recipe]:
     return isinstance(found, Recipe)
 
 
+class Numbered(list[Json]):
+    """Nested recipes of one template: they differ in the number alone that stands in the names of their tensors."""
+
+
 class NestedRecipes:
     """Recipes of a plan as nested JSON, by their place in its table; what they share is shared here."""
 
@@ -137,6 +145,7 @@ class NestedRecipes:
         self._made: dict[int, Json] = {}
         if not is_list(self.nodes):
             raise self._damaged("is no list")
+        self._check_sizes()
 
     def of(self, weight: Mapping[str, Any]) -> list[Json]:
         """The recipe of a weight on every rank. Raises TapeoutError where the table does not hold them."""
@@ -156,7 +165,7 @@ class NestedRecipes:
             raise self._damaged(f"has {node!r:.60} at place {place}; each needs an op")
         made = {name: value for name, value in node.items() if name != "inputs"}
         inputs: Any = node.get("inputs", {})
-        if not is_mapping(inputs):
+        if not is_mapping(inputs) or inputs.keys() & made.keys():
             raise self._damaged(f"has the inputs {inputs!r:.60} at place {place}; they go by name")
         made |= {name: self._input(found, place, number) for name, found in inputs.items()}
         if is_list(made.get("tensor")):
@@ -173,12 +182,34 @@ class NestedRecipes:
         start, stop = found.get("from"), found.get("to")
         if type(start) is not int or type(stop) is not int or not 0 <= start < stop <= start + MOST:
             raise self._damaged(f"counts from {start!r:.20} to {stop!r:.20} at place {below}; at most {MOST} are read")
-        return [self.nested(found.get("each"), below, each) for each in range(start, stop)]
+        return Numbered(self.nested(found.get("each"), below, each) for each in range(start, stop))
 
     def _name(self, pieces: Sequence[Any], place: int, number: int | None) -> str:
         if number is None or not all(isinstance(piece, str) for piece in pieces):
             raise self._damaged(f"has the tensor {pieces!r:.60} at place {place}, where no number stands for")
         return str(number).join(pieces)
 
+    def _check_sizes(self) -> None:
+        """A few steps that each read the one above twice would stand for more than fits in memory."""
+        sizes: list[tuple[int, int]] = []
+        for place, node in enumerate(self.nodes):
+            below = [(sizes[at], times) for at, times in _places(node) if 0 <= at < place]
+            size = 1 + sum(found[0] * times for found, times in below)
+            depth = 1 + max((found[1] for found, _ in below), default=0)
+            if size > LARGEST or depth > DEEPEST:
+                raise self._damaged(f"stands for more than {LARGEST:,} steps, or {DEEPEST} in a row, at place {place}")
+            sizes.append((size, depth))
+
     def _damaged(self, how: str) -> TapeoutError:
         return TapeoutError(f"the plan's table of recipes {how}; it is damaged: compile again")
+
+
+def _places(node: Any) -> Iterator[tuple[int, int]]:
+    """The places that a step reads, each with how many times; what is no place is left to who reads it."""
+    inputs: Any = node.get("inputs") if is_mapping(node) else None
+    for found in inputs.values() if is_mapping(inputs) else ():
+        times, places = 1, found if is_list(found) else [found]
+        if is_mapping(found):
+            start, stop, places = found.get("from"), found.get("to"), [found.get("each")]
+            times = stop - start if isinstance(start, int) and isinstance(stop, int) else 0
+        yield from ((at, times) for at in places if type(at) is int and 0 < times <= MOST)

@@ -40,13 +40,13 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
     places = tuple(WeightPlace(w.name, offset, size) for w, (offset, size) in zip(selected.weights, spans, strict=True))
     pages = serving.max_sequences * -(-context // serving.page_tokens)
     ends = list(accumulate(_cache_bytes(cache, pages, serving.max_sequences) for cache in selected.caches))
-    own = device.context if isinstance(device, CudaDevice) else 0
+    own, memory = device.context if isinstance(device, CudaDevice) else 0, memory_of_rank(device, topology)
     plan = MemoryPlan(
         weights=sum(place.nbytes for place in places),
         kv_pool=ends[-1],
         arena=_round(max(p.offset + p.nbytes for graph in graphs for p in graph.placements), PAGE),
         scratch=SCRATCH * device.threads if isinstance(device, CpuDevice) else 0,
-        capacity=serving.share_of(topology.memory or device.memory) - own,
+        capacity=serving.share_of(memory) - own,
         max_context=context,
         max_sequences=serving.max_sequences,
         page_tokens=serving.page_tokens,
@@ -61,8 +61,14 @@ def plan_memory(selected: SelectedModel, device: Device, topology: Topology, ser
     )
     plan = replace(plan, tokens_that_fit=_tokens_that_fit(plan, selected))
     if plan.total > plan.capacity:
-        raise _too_large(plan, selected, serving, topology.memory or device.memory)
+        raise _too_large(plan, serving, device, topology)
     return plan
+
+
+def memory_of_rank(device: Device, topology: Topology) -> int:
+    """Bytes of the device of a rank; ranks on a CPU share one machine's."""
+    memory = topology.memory or device.memory
+    return memory // topology.count if isinstance(device, CpuDevice) else memory
 
 
 def _comm_buffer(selected: SelectedModel) -> int:
@@ -163,9 +169,9 @@ def _tokens_that_fit(plan: MemoryPlan, selected: SelectedModel) -> int:
     return pages * plan.page_tokens
 
 
-def _too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving, memory: int) -> TapeoutError:
+def _too_large(plan: MemoryPlan, serving: Serving, device: Device, topology: Topology) -> TapeoutError:
     """What does not fit, and what would: a shorter context, a larger share of the memory, or more of it."""
-    ranks = selected.fused.sharded.mesh.count
+    ranks, memory = topology.count, memory_of_rank(device, topology)
     fits = plan.tokens_that_fit // plan.max_sequences // plan.page_tokens * plan.page_tokens
     parts = [("weights", plan.weights), ("KV pool", plan.kv_pool), ("arena", plan.arena), ("scratch", plan.scratch)]
     parts += [("communication", 2 * plan.comm_buffer)] if ranks > 1 else []
@@ -178,7 +184,8 @@ def _too_large(plan: MemoryPlan, selected: SelectedModel, serving: Serving, memo
             f"serving.max_context {plan.max_context} with max_sequences {plan.max_sequences} does not fit in "
             f"memory: {needs}; the longest context that fits is {fits}"
         )
-    more = "topology.count, topology.memory" if ranks > 1 else "topology.memory"
+    split = ranks > 1 and isinstance(device, CudaDevice)  # more ranks on a CPU have no more memory
+    more = "topology.count, topology.memory" if split else "topology.memory"
     return TapeoutError(
         f"the model does not fit in memory at any context: {needs}; raise {more} or use smaller formats"
     )
@@ -189,10 +196,9 @@ def _limit(plan: MemoryPlan, serving: Serving, memory: int) -> str:
     fraction = serving.memory_fraction
     if fraction is None:
         return "after serving.headroom"
-    left = kv_room(memory, plan.total - plan.kv_pool + plan.context, fraction)
-    said = (
-        f"at serving.memory_fraction {fraction:g} of {memory / GIB:.2f} GiB, which leaves {left / GIB:.2f} GiB for KV"
-    )
+    left = kv_room(memory, plan.total - plan.kv_pool + plan.context, fraction) / GIB
+    leaves = f"leaves {left:.2f} GiB for KV" if left >= 0 else f"is {-left:.2f} GiB too little even without KV"
+    said = f"at serving.memory_fraction {fraction:g} of {memory / GIB:.2f} GiB, which {leaves}"
     least = -(-100 * (plan.total + plan.context) // memory) / 100
     return f"{said}; the smallest that holds it is {least:g}" if least <= 1 else said
 

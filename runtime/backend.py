@@ -131,8 +131,8 @@ class Backend(Protocol):
         """Device memory held; None where there is no device."""
         ...
 
-    def close(self) -> None:
-        """Give everything back."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Give everything back. ``error`` is what ended this process's part too early, for other ranks to know."""
         ...
 
 

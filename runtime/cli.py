@@ -77,7 +77,7 @@ def _run(argv: Sequence[str]) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     ranks = _ranks(options)
     if ranks:
-        return _start(ranks, ["run", *argv, f"--prompt={prompt}"])
+        return _start(ranks, ["run", *argv], prompt if options.prompt == "-" else None)
 
     from tapeout.runtime.model import load
 
@@ -88,34 +88,33 @@ def _run(argv: Sequence[str]) -> int:
 
 def _told_by_parent(error: TapeoutError) -> bool:
     """Whether the process that started this rank says why the run is over."""
-    from tapeout.runtime.model import rank_place
-
-    place = rank_place()
-    if place is None or place.parent is None:
-        return False
     from tapeout.runtime.ranks import RankError
+    from tapeout.runtime.ranks.environment import PARENT
 
-    return isinstance(error, RankError)
+    return isinstance(error, RankError) and PARENT in os.environ
 
 
 def _ranks(options: argparse.Namespace) -> Mapping[str, int] | None:
     """What the plan says of its ranks, where it is for several and this process is to start them."""
-    from tapeout.runtime.host import thread_count
-    from tapeout.runtime.manifest import parse_manifest
+    from tapeout.runtime.host import host_targets, thread_count
+    from tapeout.runtime.manifest import open_manifest, parse_manifest
     from tapeout.runtime.model import rank_place
 
     if "weights/rank1.safetensors" not in parse_manifest(options.artifact).files or rank_place():
         return None
     thread_count(options.threads)  # said once, and not by every rank
+    open_manifest(options.artifact, host_targets=host_targets()).verify(["plan.json"])
     plan = json.loads((options.artifact / "plan.json").read_bytes())
     return plan["memory"]["comm"]
 
 
-def _start(comm: Mapping[str, int], words: Sequence[str]) -> int:
-    """Run the command once as every rank; the first one's output is the command's."""
+def _start(comm: Mapping[str, int], words: Sequence[str], text: str | None = None) -> int:
+    """Run the command once as every rank; the first one's output is the command's. ``text`` is what each reads."""
     from tapeout.runtime.ranks import run_ranks
 
-    return run_ranks(comm["ranks"], [sys.executable, "-m", "tapeout.runtime", *words], comm["buffer_bytes"])
+    command = [sys.executable, "-m", "tapeout.runtime", *words]
+    read = None if text is None else text.encode(sys.stdin.encoding, sys.stdin.errors or "strict")
+    return run_ranks(comm["ranks"], command, comm["buffer_bytes"], stdin=read)
 
 
 def _prompt_ids(model: Model, prompt: str, options: argparse.Namespace) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes as C
 import mmap
 import struct
@@ -372,15 +373,17 @@ class CpuBackend:
         (launch,) = self._bind([{"kernel": name, "args": args}])
         return self._library.tp_run_one(self._engine, C.byref(launch), C.byref(StepStruct(rows=rows)))
 
-    def close(self) -> None:
-        """End the threads and unmap everything."""
+    def close(self, error: BaseException | None = None) -> None:
+        """See Backend. What is wrong with an artifact the first rank says itself."""
         if self._engine:
             self._library.tp_close(self._engine)
             self._engine = None
             for piece in (self.weights, self.arena, self.kv):
                 piece.close()
+            # the linker knows libraries by their path, and another artifact may lie there by the next load
+            _ctypes.dlclose(self._library._handle)  # pyright: ignore[reportPrivateUsage]
             if self._member:
-                self._member.leave()
+                self._member.leave(error if self.rank or not isinstance(error, TapeoutError) else None)
 
 
 def _load_library(path: Path, plan: Mapping[str, Any]) -> C.CDLL:

@@ -68,8 +68,8 @@ def load(
     try:
         model = Model(folder, opened.plan, opened.backend, opened.tokenizer)
         opened.finish()
-    except BaseException:
-        opened.backend.close()
+    except BaseException as error:
+        opened.backend.close(error)
         raise
     model.target, model.device, model.threads = opened.target, opened.device, opened.threads
     model.load_s = time.perf_counter() - started
@@ -170,7 +170,7 @@ class Model:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.backend.close(None if isinstance(error, TapeoutError) else error)  # every rank meets a bad prompt
 
     def close(self) -> None:
         """Release threads and memory; the model is unusable afterwards."""

@@ -102,7 +102,9 @@ def inspect(
     weight: Annotated[
         str | None, typer.Option("--weight", metavar="NAME", help="Show where this weight's bytes come from (a glob).")
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", help="With --weight: on this rank (default: 0).")] = 0,
+    rank: Annotated[
+        int | None, typer.Option("--rank", metavar="R", help="With --weight: on this rank; on all if left out.")
+    ] = None,
     pipeline: Annotated[bool, typer.Option("--pipeline", help="Draw the graph of passes.")] = False,
 ) -> None:
     """Show a plan as tables: memory, formats, kernels, launch lists."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tapeout.compiler.diff.changes import Change, render
+from tapeout.compiler.diff.communication import compare_communication
 from tapeout.compiler.diff.decisions import compare_decisions
 from tapeout.compiler.diff.graphs import compare_graphs, compare_kernels
 from tapeout.compiler.diff.memory import compare_memory
@@ -12,8 +13,8 @@ from tapeout.compiler.views.plan_file import Plan
 
 __all__ = ["Change", "compare", "render"]
 
-_SPECIAL = {"weights", "recipes", "kernels", "memory", "graphs", "decisions", "quantization", "format_version",
-            "tapeout_version"}  # fmt: skip
+_SPECIAL = {"weights", "recipes", "kernels", "memory", "communication", "graphs", "decisions", "quantization",
+            "format_version", "tapeout_version"}  # fmt: skip
 _FIRST = ("spec", "model", "checkpoint")
 
 
@@ -32,6 +33,7 @@ def compare(before: Plan, after: Plan) -> list[Change]:
     changes += compare_kernels(before, after)
     changes += compare_memory(before, after)
     changes += compare_graphs(before, after)
+    changes += compare_communication(before, after)
     for name in (name for name in plain if name not in _FIRST):
         changes += compare_values(name, before.get(name), after.get(name))
     changes += compare_decisions(before, after)

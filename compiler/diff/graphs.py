@@ -11,8 +11,8 @@ from tapeout.compiler.diff.changes import Change, Pairs, grouped
 from tapeout.compiler.diff.values import leaves
 from tapeout.compiler.guards import is_list
 from tapeout.compiler.views.plan_file import Plan, param_names
+from tapeout.compiler.views.recipes import short
 from tapeout.compiler.views.text import wildcard
-from tapeout.compiler.views.weights import short
 
 Key = tuple[str, str, int]
 """Op, kernel template, and how many launches of both came before."""
@@ -132,9 +132,16 @@ def _fixed(launch: Plan) -> dict[str, Any]:
     fixed: dict[str, Any] = {}
     for name, value in launch["args"].items():
         if not _is_address(value):
-            fixed[name] = wildcard(value[1]) if is_list(value) else value
-    rest = leaves({key: value for key, value in launch.items() if key not in ("kernel", "op", "args")})
-    return fixed | {key: wildcard(value) if isinstance(value, str) else value for key, value in rest}
+            fixed[name] = _pointed_at(value) if is_list(value) else value
+    rest = {key: value for key, value in launch.items() if key not in ("kernel", "op", "args")}
+    found = leaves(rest) if rest else ()
+    return fixed | {key: wildcard(value) if isinstance(value, str) else value for key, value in found}
+
+
+def _pointed_at(value: list[Any]) -> str:
+    """A weight by its name; what else there is (``comm 0``, ``rank [2, 8]``, ``step tokens``) with its kind."""
+    kind, what = value
+    return wildcard(str(what)) if kind == "weight" else f"{kind} {what}"
 
 
 def _is_address(value: Any) -> bool:

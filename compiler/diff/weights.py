@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from tapeout.compiler.diff.changes import Change, grouped
 from tapeout.compiler.guards import is_list
 from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.recipes import SOURCES, fields, inputs, short, step
 from tapeout.compiler.views.text import change_of_size, group_label, size, wildcard
-from tapeout.compiler.views.weights import NAMED, fields, inputs, short, step
 
 Recipe = dict[str, Any]
 _MOST_STEPS = 3
@@ -95,14 +95,25 @@ def _worst(weights: dict[str, Plan], names: list[str]) -> str | None:
 
 
 def compare_recipes(before: Plan, after: Plan) -> list[Change]:
-    """For each weight that both plans have, the steps at which its recipe departs, on the first rank where it does."""
+    """For each weight that both plans have, the steps at which its recipe departs, on the first rank where it does.
+
+    Weights that merely have more ranks, or fewer, are one change.
+    """
     old, new = recipes_by_name(before), recipes_by_name(after)
     found: dict[str, tuple[str | None, str | None]] = {}
-    for name in old:
-        if name in new and old[name] != new[name]:
-            found[name] = (None, _departure(old[name], new[name]))
-    named = grouped("recipes", found, old)
-    return [Change("recipes", change.subject, effect=change.after or "") for change, _ in named]
+    ranks: dict[tuple[int, int], int] = {}
+    for name in (name for name in old if name in new and old[name] != new[name]):
+        departure = _departure(old[name], new[name])
+        if departure is None:
+            counts = (len(old[name]), len(new[name]))
+            ranks[counts] = ranks.get(counts, 0) + 1
+        else:
+            found[name] = (None, departure)
+    changes = [Change("recipes", c.subject, effect=c.after or "") for c, _ in grouped("recipes", found, old)]
+    return changes + [
+        Change("recipes", f"{count} of {len(old)} weights", effect=f"for {a} → {b} ranks, on each as before")
+        for (a, b), count in ranks.items()
+    ]
 
 
 def recipes_by_name(plan: Plan) -> dict[str, list[Recipe]]:
@@ -111,10 +122,11 @@ def recipes_by_name(plan: Plan) -> dict[str, list[Recipe]]:
     return {weight["name"]: nested.of(weight) for weight in plan["weights"]}
 
 
-def _departure(old: list[Recipe], new: list[Recipe]) -> str:
+def _departure(old: list[Recipe], new: list[Recipe]) -> str | None:
+    """In words; None where all ranks that both have hold the same."""
     differing = [rank for rank, (ours, theirs) in enumerate(zip(old, new, strict=False)) if ours != theirs]
     if not differing:
-        return f"for {len(old)} → {len(new)} ranks"
+        return None
     rank = differing[0]
     steps = list(dict.fromkeys(departures(old[rank], new[rank])))
     more = f" (and {len(steps) - _MOST_STEPS} more)" if len(steps) > _MOST_STEPS else ""
@@ -127,7 +139,7 @@ def departures(old: Recipe, new: Recipe) -> list[str]:
         return []
     if old["op"] != new["op"]:
         return [_exchange(old, new)]
-    if old["op"] == "read":
+    if old["op"] in SOURCES:
         return [f"{_name(old)} → {_name(new)}"]
     ours, theirs = fields(old), fields(new)
     changed = [
@@ -148,7 +160,8 @@ def _difference(old: Any, new: Any) -> str:
 def _departures_below(old: Recipe, new: Recipe) -> list[str]:
     below, above = list(inputs(old)), list(inputs(new))
     if len(below) == len(above) and sorted(map(repr, below)) == sorted(map(repr, above)) and below != above:
-        return [f"{old['op']}: order {_names(below)} → {_names(above)}"]
+        a, b = _names(below), _names(above)
+        return [f"{old['op']}: {f'order {a} → {b}' if a != b else f'{len(below)} parts in another order'}"]
     if len(below) != len(above):
         return [f"{old['op']}: parts {_names(below)} → {_names(above)}"]
     return [line for a, b in zip(below, above, strict=True) for line in departures(dict(a), dict(b))]
@@ -164,14 +177,14 @@ def _exchange(old: Recipe, new: Recipe) -> str:
 
 def _leaf(recipe: Recipe) -> str:
     below = inputs(recipe)
-    if recipe["op"] in NAMED:
-        return wildcard(recipe[NAMED[recipe["op"]]])
+    if recipe["op"] in SOURCES:
+        return wildcard(recipe[SOURCES[recipe["op"]]])
     return _leaf(dict(below[0])) if below else recipe["op"]
 
 
 def _names(recipes: list[Any]) -> str:
-    describe: Callable[[Recipe], str] = _leaf
-    return "[" + ", ".join(describe(recipe) for recipe in recipes) + "]"
+    runs = ((name, len(list(same))) for name, same in groupby(_leaf(dict(recipe)) for recipe in recipes))
+    return "[" + ", ".join(f"{count:,} × {name}" if count > 1 else name for name, count in runs) + "]"
 
 
 def _name(recipe: Recipe) -> str:

@@ -29,7 +29,6 @@ def _mesh(weights: Weights, program: RankProgram) -> Decision:
     evidence = (
         ("all_reduce", len(reduces)),
         ("bytes_a_row", sum(4 * op.width for op in reduces)),
-        ("weights_a_rank", held),
         ("padding_and_replication", round(weights.extra(mesh.count * held), 4)),
     )
     reason = f"topology asks for it; a rank has {pieces}{more}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from tapeout.compiler.formats import row_bytes
 from tapeout.compiler.ir import Graph
+from tapeout.compiler.layouts import packed_bytes, tile16_holds
 from tapeout.compiler.partition.axes import Mesh
 from tapeout.compiler.partition.program import RankProgram
 from tapeout.compiler.recipes import Recipe
@@ -28,7 +28,7 @@ class Weights:
         self.whole = _total(self.alike, lambda name: _nbytes(recipes[name]))
 
     def split(self, mesh: Mesh) -> int | None:
-        """Bytes of a rank's weights in their own formats; None for a split that cannot be."""
+        """Bytes of a rank's weights; None for a split that cannot be."""
         if mesh.count == 1:
             return self.whole
         if check_experts(self.experts, mesh):
@@ -69,8 +69,9 @@ def _total(slots: Mapping[str, Alike], nbytes: Callable[[str], int]) -> int:
 
 
 def _nbytes(recipe: Recipe) -> int:
-    *rows, k = recipe.shape
-    return (rows[0] if rows else 1) * row_bytes(recipe.format, k)
+    """Bytes as CPU kernels read them, where a number that the blocks of a row share counts once."""
+    tiled = len(recipe.shape) == 2 and tile16_holds(recipe.format)
+    return packed_bytes(recipe.shape, recipe.format, "tile16" if tiled else "raw")
 
 
 def check_experts(experts: int, mesh: Mesh) -> str:

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tapeout.compiler.views.explain import fact_text
-from tapeout.compiler.views.text import size
+from tapeout.compiler.views.text import microseconds, size
 
 _HERE = Path(__file__).parent
 
@@ -30,6 +30,7 @@ def html_environment() -> Environment:
         "fact": fact_text,
         "share": _share,
         "width": _width,
+        "us": microseconds,
         "breakable": _breakable,
     }
     environment.filters.update(filters)
@@ -49,7 +50,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _width(part: int, whole: int) -> str:
+def _width(part: float, whole: float) -> str:
     """A share as a length of CSS."""
     return f"{100 * part / whole:.3f}%" if whole else "0"
 

@@ -11,18 +11,17 @@ from tapeout.compiler.views.launches import Entry, Launch, condense, layer_of, l
 from tapeout.compiler.views.plan_file import Plan
 from tapeout.compiler.views.text import ranges, wildcard
 
+_LOOK_UPS = {"embed", "experts"}
+"""Templates of kernels, or kernels of a plan without any, that read a row of a table for each of theirs."""
 _COLLECTIVE = "collective"
 """Template of the kernels in which ranks exchange data."""
-_OF_ALL = ("reduce_scatter", "all_to_all")
-"""Collectives to which each rank brings a piece for every rank."""
-_FLOAT = 4
 
 
 @dataclass(frozen=True)
 class Row:
     """A launch, of every layer that has it; its figures are of all of them, at most, when the list is full.
 
-    ``bytes`` counts the weights they read, ``brought`` what a rank brings to them where they are collectives.
+    ``bytes`` counts the weights they read.
     """
 
     layers: str
@@ -32,7 +31,6 @@ class Row:
     op: str
     numbers: str
     bytes: int
-    brought: int
 
 
 @dataclass(frozen=True)
@@ -59,14 +57,6 @@ class Reader:
     templates: Mapping[str, str]
     experts: Mapping[str, tuple[int, int]]
     """For the products of experts: how many there are, and how many a row chooses."""
-    ranks: int = 1
-
-    def bytes_brought(self, launch: Launch, rows: int) -> int:
-        """What a rank brings to a collective, as float32; 0 for other launches."""
-        if self.template(launch["kernel"]) != _COLLECTIVE:
-            return 0
-        pieces = self.ranks if launch["kernel"].startswith(_OF_ALL) else 1
-        return rows * launch["args"].get("k", 0) * pieces * _FLOAT
 
     def template(self, kernel: str) -> str:
         """The template of a kernel."""
@@ -79,12 +69,19 @@ class Reader:
 
     def _read(self, weight: Plan, launch: Launch, rows: int) -> int:
         axes = weight.get("axes") or ("",)
-        if axes[0] == "vocab" and self.template(launch["kernel"]) in ("embed", "experts"):
+        if axes[0] == "vocab" and {self.template(launch["kernel"]), launch["kernel"]} & _LOOK_UPS:
             return -(-weight["bytes"] * rows // max(weight["shape"][0], rows))
-        experts, chosen = self.experts.get(wildcard(launch["op"]), (0, 0))
-        if experts and axes[0].startswith("experts"):
+        experts, chosen = self._choice(launch)
+        if experts and axes[0].startswith("experts") and len(weight["shape"]) > 1:  # a router's bias is read whole
             return weight["bytes"] * min(experts, rows * chosen) // experts
         return weight["bytes"]
+
+    def _choice(self, launch: Launch) -> tuple[int, int]:
+        """How many experts there are in a launch, and how many a row chooses; 0 of both for other launches."""
+        args = launch["args"]
+        if "experts" in args and "top_k" in args:
+            return args["experts"], args["top_k"]
+        return self.experts.get(wildcard(launch["op"]), (0, 0))
 
 
 def reader_of(plan: Plan) -> Reader:
@@ -95,8 +92,7 @@ def reader_of(plan: Plan) -> Reader:
         if {"experts", "top_k"} <= decision.get("evidence", {}).keys()
     }
     templates = {kernel["name"]: kernel["template"] for kernel in plan["kernels"]["table"]}
-    ranks = plan["spec"]["topology"]["count"]
-    return Reader({weight["name"]: weight for weight in plan["weights"]}, templates, chosen, ranks)
+    return Reader({weight["name"]: weight for weight in plan["weights"]}, templates, chosen)
 
 
 def launch_lists(plan: Plan) -> list[LaunchList]:
@@ -140,7 +136,6 @@ def _row(reader: Reader, entry: Entry, alike: list[Launch], rows: int) -> Row:
         op=line.op,
         numbers=line.numbers,
         bytes=sum(reader.bytes_of(launch, rows) for launch in alike),
-        brought=sum(reader.bytes_brought(launch, rows) for launch in alike),
     )
 
 
@@ -152,7 +147,10 @@ def _layers(layers: list[int]) -> str:
     return ranges(layers)
 
 
-def collectives(lists: Iterable[LaunchList]) -> list[LaunchList]:
+def collectives(plan: Plan, lists: Iterable[LaunchList]) -> list[LaunchList]:
     """The launches in which ranks exchange data, list by list; empty for one rank."""
-    kept = ((one, tuple(row for row in one.rows if row.template == _COLLECTIVE)) for one in lists)
+    kinds = {made["kind"] for entry in plan["communication"]["lists"] for made in entry["collectives"]}
+    kept = (
+        (one, tuple(row for row in one.rows if row.template == _COLLECTIVE or row.kernel in kinds)) for one in lists
+    )
     return [replace(one, rows=rows) for one, rows in kept if rows]

@@ -1,9 +1,9 @@
-"""Memory of each rank as the segments of a bar: weights by kind, the KV pool by cache, arena, scratch."""
+"""Memory of each rank as the segments of a bar: weights by kind, the KV pool by cache, arena, scratch; what is free."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tapeout.compiler.views.kinds import KINDS, bytes_by_kind
 from tapeout.compiler.views.plan_file import Plan
@@ -11,6 +11,8 @@ from tapeout.compiler.views.text import change_of_size, size, wildcard
 
 _SHADES = 6
 """Shades of a hue that the style sheet has."""
+_VISIBLE = 10
+"""A bar has the length of what a rank may take where at least one part in so many is taken."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,17 @@ class Segment:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank holds, and the capacity that was held against it (0 where the plan names none)."""
+    """What one rank holds, and what it may take with the driver's context (0 where the plan does not say)."""
 
     name: str
     segments: tuple[Segment, ...]
     total: int
     capacity: int
+
+    @property
+    def free(self) -> int:
+        """What it may take and does not."""
+        return max(self.capacity - self.total, 0)
 
     def parts(self) -> str:
         """The sum in words: ``weights 92.2 MiB, KV pool 45.0 MiB, …``."""
@@ -69,7 +76,26 @@ def ranks(plan: Plan) -> list[Rank]:
     count = plan["spec"]["topology"]["count"]
     name = "rank 0" if count == 1 else f"each of ranks 0-{count - 1}"
     context = memory.get("context", 0)
-    return [Rank(name, kept, memory["total"] + context, (memory["capacity"] or 0) + context)]
+    capacity = memory["capacity"] + context if memory["capacity"] else 0
+    return [Rank(name, kept, memory["total"] + context, capacity)]
+
+
+def coloured(of_plans: list[list[Rank]]) -> list[list[Rank]]:
+    """The ranks of all plans, with one shade for a cache that several plans have."""
+    everyone = [segment for of_plan in of_plans for rank in of_plan for segment in rank.segments]
+    labels = list(dict.fromkeys(segment.label for segment in everyone if segment.hue == "kv"))
+    shades = {label: min(shade, _SHADES - 1) for shade, label in enumerate(labels)}
+    return [[replace(rank, segments=_shaded(rank, shades)) for rank in of_plan] for of_plan in of_plans]
+
+
+def _shaded(rank: Rank, shades: dict[str, int]) -> tuple[Segment, ...]:
+    return tuple(replace(segment, shade=shades.get(segment.label, segment.shade)) for segment in rank.segments)
+
+
+def length(columns: list[Rank]) -> int:
+    """Bytes that a whole bar stands for: what a rank may take, or where little of that is taken, what it takes."""
+    taken, whole = (max(getattr(rank, name) for rank in columns) for name in ("total", "capacity"))
+    return whole if whole <= taken * _VISIBLE else taken or 1
 
 
 def rows(columns: list[Rank], *, compare: bool) -> list[Row]:
@@ -102,7 +128,4 @@ def _caches(plan: Plan) -> list[Segment]:
         held = cache["page_bytes"] * kv["pages"] + cache["sequence_bytes"] * memory["max_sequences"]
         taken[wildcard(cache["name"])] += held
     taken["alignment" if taken else "all layers"] += memory["kv_pool"] - taken.total()
-    return [
-        Segment(f"KV pool: {name}", held, "kv", min(shade, _SHADES - 1))
-        for shade, (name, held) in enumerate(taken.items())
-    ]
+    return [Segment(f"KV pool: {name}", held, "kv") for name, held in taken.items()]

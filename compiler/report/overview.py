@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tapeout.compiler.report.communication import exchanges
 from tapeout.compiler.report.launches import bytes_of_list, reader_of
 from tapeout.compiler.report.memory import ranks
 from tapeout.compiler.views.inspect import format_totals, model_rows, sum_of_formats
 from tapeout.compiler.views.plan_file import Plan
-from tapeout.compiler.views.text import size
+from tapeout.compiler.views.text import microseconds, size
 
 
 @dataclass(frozen=True)
@@ -24,32 +25,53 @@ class Figure:
 
 def figures(plan: Plan) -> list[Figure]:
     """What a reader asks first."""
-    kv, ranked = plan["memory"]["kv"], plan["spec"]["topology"]["count"]
-    everything = sum_of_formats(format_totals(plan))
-    largest = max(ranks(plan), key=lambda rank: rank.total)
-    share = f"{largest.total / largest.capacity:.1%} of {size(largest.capacity)}" if largest.capacity else ""
-    step = decode_lists(plan)
-    reader = reader_of(plan)
-    read = sum(bytes_of_list(reader, graph) for graph in step)
-    launches = sum(len(graph["launches"]) for graph in step)
-    found = [
+    kv, everything = plan["memory"]["kv"], sum_of_formats(format_totals(plan))
+    return [
         Figure("parameters", _short(plan["model"]["parameters"]), "", f"{plan['model']['parameters']:,}"),
         Figure("bits a weight", f"{everything.bits:.2f}" if everything.parameters else "-", "with scales"),
-        Figure("memory" if ranked == 1 else "memory a rank", size(largest.total), share, _exact(largest.total)),
-        Figure("KV tokens", f"{kv['pages'] * kv['page_tokens']:,}", f"{kv['bytes_per_token']:,} bytes each"),
+        _memory(plan),
+        Figure("KV tokens", f"{kv['pages'] * kv['page_tokens']:,}", _kv_remark(kv)),
+        *_of_a_token(plan),
     ]
-    if step:
-        names = " and ".join(graph["name"] for graph in step)
-        found += [
-            Figure(
-                "weights read a token",
-                size(read),
-                "in decode, at most" if ranked == 1 else "by a rank in decode, at most",
-                _exact(read),
-            ),
-            Figure("launches a token", f"{launches:,}", names),
-        ]
+
+
+def pairs(plans: Sequence[Plan]) -> list[tuple[str, list[Figure | None]]]:
+    """Each label with the figure of every plan, or None where a plan has none of it."""
+    columns = [{figure.label: figure for figure in figures(plan)} for plan in plans]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return [(label, [column.get(label) for column in columns]) for label in labels]
+
+
+def _memory(plan: Plan) -> Figure:
+    largest = max(ranks(plan), key=lambda rank: rank.total)
+    several = "on each rank" if plan["spec"]["topology"]["count"] > 1 else ""
+    share = f"{largest.total / largest.capacity:.1%} of {size(largest.capacity)}" if largest.capacity else ""
+    return Figure("memory", size(largest.total), ", ".join(filter(None, (several, share))), _exact(largest.total))
+
+
+def _of_a_token(plan: Plan) -> list[Figure]:
+    """What one token of one sequence takes in decode."""
+    step = decode_lists(plan)
+    if not step:
+        return []
+    reader = reader_of(plan)
+    read = sum(bytes_of_list(reader, graph) for graph in step)
+    names = [graph["name"] for graph in step]
+    whose = "in decode, at most" if plan["spec"]["topology"]["count"] == 1 else "by a rank in decode, at most"
+    found = [
+        Figure("weights read a token", size(read), whose, _exact(read)),
+        Figure("launches a token", f"{sum(len(graph['launches']) for graph in step):,}", " and ".join(names)),
+    ]
+    times = [one.us for one in exchanges(plan).lists if one.name in names]
+    spent = sum(time for time in times if time is not None)
+    if times and None not in times:
+        found.append(Figure("collectives a token", microseconds(spent), "predicted", f"{spent:,.1f} us"))
     return found
+
+
+def _kv_remark(kv: Plan) -> str:
+    fit = kv.get("tokens_that_fit", 0)
+    return f"{kv['bytes_per_token']:,} bytes each" + (f"; {fit:,} would fit" if fit else "")
 
 
 def decode_lists(plan: Plan) -> list[Plan]:

@@ -14,10 +14,11 @@ from markupsafe import Markup
 
 from tapeout.compiler.diff import Change, compare
 from tapeout.compiler.pipeline import PassInfo
+from tapeout.compiler.report.communication import exchanges
 from tapeout.compiler.report.html import html_environment, package_file
 from tapeout.compiler.report.launches import collectives, launch_lists
-from tapeout.compiler.report.memory import change, ranks, rows
-from tapeout.compiler.report.overview import facts, figures
+from tapeout.compiler.report.memory import change, coloured, length, ranks, rows
+from tapeout.compiler.report.overview import facts, pairs
 from tapeout.compiler.report.passes import draw
 from tapeout.compiler.report.weights import weight_groups
 from tapeout.compiler.views.inspect import format_totals, sum_of_formats
@@ -28,6 +29,7 @@ _CHANGES = {
     "memory": ("memory",),
     "weights": ("weights", "recipes"),
     "launches": ("kernels", "graphs"),
+    "collectives": ("communication",),
     "decisions": ("decisions",),
 }
 """Which changes of ``diff`` stand in which section; those of all others stand in the first."""
@@ -82,16 +84,17 @@ def render_report(plans: Sequence[Plan], passes: Sequence[PassInfo], names: Sequ
 def _contents(plans: Sequence[Plan], passes: Sequence[PassInfo]) -> list[tuple[str, str, dict[str, Any]]]:
     """Anchor, title and values of every section, in the order of the page; anchors name their templates."""
     lists = [launch_lists(plan) for plan in plans]
-    exchanged = [collectives(of_plan) for of_plan in lists]
+    exchanged = [exchanges(plan) for plan in plans]
     found: list[tuple[str, str, dict[str, Any]]] = [
-        ("overview", "Overview", {"figures": [figures(plan) for plan in plans], "facts": facts(plans)}),
+        ("overview", "Overview", {"figures": pairs(plans), "facts": facts(plans)}),
         ("memory", "Memory", _memory(plans)),
         ("formats", "Number formats", _formats(plans)),
         ("weights", "Weights", {"groups": [weight_groups(plan) for plan in plans]}),
         ("launches", "Launches of a step", {"lists": lists}),
     ]
-    if any(exchanged):
-        found.append(("collectives", "Collectives", {"lists": exchanged}))
+    if any(one.lists for one in exchanged):
+        places = [collectives(plan, of_plan) for plan, of_plan in zip(plans, lists, strict=True)]
+        found.append(("collectives", "Collectives", {"exchanged": exchanged, "places": places}))
     of_passes = [[decision["pass"] for decision in plan["decisions"]] for plan in plans]
     return [
         *found,
@@ -101,7 +104,7 @@ def _contents(plans: Sequence[Plan], passes: Sequence[PassInfo]) -> list[tuple[s
 
 
 def _memory(plans: Sequence[Plan]) -> dict[str, Any]:
-    of_plans = [ranks(plan) for plan in plans]
+    of_plans = coloured([ranks(plan) for plan in plans])
     columns = [rank for of_plan in of_plans for rank in of_plan]
     compared = len(plans) == 2 and len(columns) == 2
     totals = tuple(rank.total for rank in columns)
@@ -109,7 +112,8 @@ def _memory(plans: Sequence[Plan]) -> dict[str, Any]:
         "ranks": of_plans,
         "columns": columns,
         "rows": rows(columns, compare=compared),
-        "largest": max(totals) or 1,
+        "length": length(columns),
+        "tokens": [plan["memory"]["kv"].get("tokens_that_fit", 0) for plan in plans],
         "compared": compared,
         "change": change(totals) if compared else "",
     }

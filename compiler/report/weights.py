@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tapeout.compiler.recipes_table import NestedRecipes
-from tapeout.compiler.report.recipes import Step, describe, shape_text
 from tapeout.compiler.views.kinds import kind_of
 from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.recipes import Descriptions, Step, by_rank, shape_text
 from tapeout.compiler.views.text import indices, ranges, wildcard
 
 
@@ -35,11 +35,11 @@ class WeightGroup:
 def weight_groups(plan: Plan) -> list[WeightGroup]:
     """All weights in the order of the file, by the first of each group."""
     groups: dict[tuple[str, str, str, str, tuple[Step, ...]], list[Plan]] = {}
-    nested = NestedRecipes(plan)
+    nested, descriptions = NestedRecipes(plan), Descriptions()
     for weight in plan["weights"]:
         numbers = indices(weight["name"])
         layer = numbers[0] if numbers else None
-        steps = tuple(describe(recipe, layer) for recipe in nested.of(weight))
+        steps = tuple(descriptions.of(recipe, layer) for recipe in nested.of(weight))
         key = (wildcard(weight["name"]), shape_text(weight["shape"]), weight["format"], weight["layout"], steps)
         groups.setdefault(key, []).append(weight)
     return [_group(key[0], key[4], members) for key, members in groups.items()]
@@ -60,7 +60,7 @@ def _group(name: str, steps: tuple[Step, ...], members: list[Plan]) -> WeightGro
         error=_worst(members),
         bytes=sum(counts),
         each=(min(counts), max(counts)),
-        recipes=_by_rank(steps),
+        recipes=_recipes(steps),
         places=tuple(
             (".".join(map(str, found)), weight["offset"], weight["bytes"])
             for found, weight in zip(numbers, members, strict=True)
@@ -68,13 +68,9 @@ def _group(name: str, steps: tuple[Step, ...], members: list[Plan]) -> WeightGro
     )
 
 
-def _by_rank(steps: Sequence[Step]) -> tuple[tuple[str, Step], ...]:
-    """Ranks whose recipes are equal (they hold the same) together."""
-    of_steps: dict[Step, list[int]] = {}
-    for rank, each in enumerate(steps):
-        of_steps.setdefault(each, []).append(rank)
-    names = {each: f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}" for each, ranks in of_steps.items()}
-    return tuple((names[each] if len(steps) > 1 else "", each) for each in of_steps)
+def _recipes(steps: Sequence[Step]) -> tuple[tuple[str, Step], ...]:
+    found = by_rank(dict(enumerate(steps)))
+    return tuple((ranks if len(steps) > 1 else "", each) for ranks, each in found)
 
 
 def _worst(members: Sequence[Plan]) -> str:

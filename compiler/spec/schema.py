@@ -162,7 +162,7 @@ class Topology(Section):
     count: Annotated[int, Field(ge=1)] = 1
     """Number of devices."""
     memory: Annotated[Size, Field(gt=0)] | None = None
-    """Memory of one device, where it is not the profile's."""
+    """Memory of one device, where it is not the profile's; of a CPU, what all its ranks share."""
     links: tuple[Link, ...] = ()
     """What joins the devices; left out: each reaches all others by the device profile's NVLink, or else PCIe."""
     parallel: Parallel = Parallel()

@@ -14,7 +14,7 @@ from tapeout.compiler.views.kinds import bytes_by_kind
 from tapeout.compiler.views.launches import graph_tables
 from tapeout.compiler.views.plan_file import Plan, param_names
 from tapeout.compiler.views.tables import console, heading, table
-from tapeout.compiler.views.text import size
+from tapeout.compiler.views.text import ranges, size
 
 _BAR = 40
 _SHOWN = 4
@@ -31,7 +31,7 @@ def print_summary(plan: Plan, out: Console | None = None) -> None:
     if len(kinds := bytes_by_kind(plan)) > 1:
         rows = [(kind, size(count), f"{count:,} B", _bar(count, sum(kinds.values()))) for kind, count in kinds.items()]
         _section(out, f"Weights{' of a rank' if ranks > 1 else ''}", table(("", "", "", ""), rows, right=(1, 2)))
-    if plan.get("communication", {}).get("lists"):
+    if plan["communication"]["lists"]:
         columns = ("list", "collective", "times", "bytes", "algorithm", "predicted")
         _section(out, "Collectives", table(columns, _collective_rows(plan), right=(2, 3, 5)))
     columns = ("format", "weights", "parameters", "bytes", "bits/weight", "share")
@@ -65,13 +65,32 @@ def model_rows(plan: Plan) -> list[tuple[str, str]]:
         ("model", f"{model['name']} ({model['family']})"),
         ("parameters", f"{model['parameters']:,}, vocabulary of {model['vocab_size']:,}"),
         ("source", spec["model"]["source"] or "a config alone, in the spec"),
-        ("device", f"{spec['topology']['count']} × {spec['topology']['device']}"),
+        *_hardware_rows(spec["topology"]),
         ("context", f"{context:,} tokens, {serving['max_sequences']} at a time"),
         ("KV pages", _kv_line(kv)),
     ]
     if plan.get("checkpoint", {}).get("tensors"):
         rows.insert(3, ("checkpoint", _checkpoint_line(plan["checkpoint"])))
-    return rows
+    return [*rows, *_missing_rows(plan)]
+
+
+def _missing_rows(plan: Plan) -> list[tuple[str, str]]:
+    """That nothing can run the plan, where the device lacks a kernel; select_kernels says which."""
+    if all(kernel["template"] != "none" for kernel in plan["kernels"]["table"]):
+        return []
+    made = [decision for decision in plan["decisions"] if decision["pass"] == "select_kernels"]
+    return [("runs", "; ".join(["not yet", *(other["why"] for one in made for other in one.get("alternatives", ()))]))]
+
+
+def _hardware_rows(topology: Plan) -> list[tuple[str, str]]:
+    rows = [("device", f"{topology['count']} × {topology['device']}")]
+    links = [f"devices {ranges(link['devices'])}: {link_text(link)}" for link in topology.get("links", ())]
+    return [*rows, ("links", "; ".join(links))] if links else rows
+
+
+def link_text(link: Plan) -> str:
+    """``50 GB/s, 2 us a message``."""
+    return f"{link['gb_s']:g} GB/s, {link['latency_us']:g} us a message"
 
 
 def _checkpoint_line(checkpoint: Plan) -> str:
@@ -90,7 +109,7 @@ def _kv_line(kv: Plan) -> str:
 
 
 def _collective_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """Those of every list, with the time of a list at the end of its first row."""
+    """Those of every list, with the predicted time of all of them together."""
     rows: list[tuple[str, ...]] = []
     for entry in plan["communication"]["lists"]:
         for made in entry["collectives"]:
@@ -107,7 +126,12 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     parts.append(("communication", total - sum(count for _, count in parts)))
     rows = [(name, size(count), f"{count:,} B", _bar(count, total)) for name, count in parts if count]
     percent = f"{total / capacity:.1%} of {size(capacity)}".replace("%", " %") if capacity else ""
-    return [*rows, ("total", size(total), f"{total:,} B", percent)]
+    rows.append(("total", size(total), f"{total:,} B", percent))
+    if capacity:
+        rows.append(("free", size(capacity - total), f"{capacity - total:,} B", ""))
+    if memory["context"]:
+        rows.append(("driver", size(memory["context"]), f"{memory['context']:,} B", "its context, beside the total"))
+    return rows
 
 
 def _bar(part: int, whole: int) -> str:
@@ -184,8 +208,8 @@ def _cubin_table(plan: Plan) -> Any:
         for name in dict.fromkeys(launch["kernel"] for launch in graph["launches"]):
             lists.setdefault(name, []).append(graph["name"])
     rows = [
-        (kernel["name"], arch, *(f"{taken[key]:,}" for key in _TAKEN), ", ".join(lists[kernel["name"]]))
+        (kernel["name"], arch, *(f"{taken[key]:,}" for key in _TAKEN), ", ".join(lists.get(kernel["name"], [])))
         for kernel in plan["kernels"]["table"]
-        for arch, taken in kernel["resources"].items()
+        for arch, taken in kernel.get("resources", {}).items()
     ]
     return table(("kernel", "for", "registers", "shared", "blocks/SM", "launched by"), rows, right=(2, 3, 4))

@@ -17,6 +17,11 @@ def size(count: int) -> str:
     return f"{value:.1f} {_STEPS[step]}" if step else f"{count} B"
 
 
+def microseconds(time: float) -> str:
+    """``4.0 us``, from a millisecond on ``31.8 ms``."""
+    return f"{time:.1f} us" if time < 1000 else f"{time / 1000:.1f} ms"
+
+
 def change_of_size(before: int, after: int) -> str:
     """``+22.5 MiB (+24 %)``."""
     delta = after - before

@@ -1,89 +1,68 @@
-"""``inspect --weight``: where the bytes of a weight come from."""
+"""``inspect --weight``: which bytes of which files a weight is, and where they come from on every rank."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from tapeout.compiler.guards import is_list, is_mapping
 from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.views.plan_file import Plan
+from tapeout.compiler.views.recipes import Descriptions, Step, by_rank
 from tapeout.compiler.views.tables import console
-from tapeout.compiler.views.text import size
+from tapeout.compiler.views.text import ranges, size
 from tapeout.runtime.errors import TapeoutError
 
 
-def print_weights(plan: Plan, pattern: str, out: Console | None = None, *, rank: int = 0) -> None:
-    """The recipe, on a rank, of every weight that ``pattern`` (a glob) names. Raises TapeoutError for none."""
+def print_weights(plan: Plan, pattern: str, out: Console | None = None, *, rank: int | None = None) -> None:
+    """Place and recipe of every weight that ``pattern`` (a glob) names, on one rank or, for None, on each.
+
+    Ranks that hold the same are told together. Raises TapeoutError where there is no such weight or rank.
+    """
     out = out or console()
     names = [weight["name"] for weight in plan["weights"]]
     found = [weight for weight in plan["weights"] if fnmatchcase(weight["name"], pattern)]
     if not found:
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-        raise TapeoutError(f"no weight is called {pattern}; close: {', '.join(close)}")
-    nested = NestedRecipes(plan)
+        raise TapeoutError(
+            f"no weight is called {pattern}; close: {', '.join(close) or 'none, the plan has no weights'}"
+        )
+    nested, descriptions = NestedRecipes(plan), Descriptions()
     for weight in found:
-        recipes = nested.of(weight)
-        if not 0 <= rank < len(recipes):
-            raise TapeoutError(f"--rank {rank}: the plan has {len(recipes)} ranks, numbered from 0")
-        out.print(_tree(weight, recipes[rank]))
+        steps = [descriptions.of(recipe) for recipe in nested.of(weight)]
+        if rank is not None and not 0 <= rank < len(steps):
+            there_are = f"ranks 0 to {len(steps) - 1}" if steps[1:] else "rank 0 alone"
+            raise TapeoutError(f"--rank {rank}: there is no such rank; the plan has {there_are}")
+        out.print(_tree(weight, {each: step for each, step in enumerate(steps) if rank in (None, each)}))
 
 
-def _tree(weight: Plan, recipe: Plan) -> Tree:
-    place = f"{weight['bytes']:,} bytes ({size(weight['bytes'])}) at {weight['offset']:,}"
-    tree = Tree(Text(f"{weight['name']}  {weight['shape']} {weight['format']}, {weight['layout']}, {place}"))
+def _tree(weight: Plan, steps: dict[int, Step]) -> Tree:
+    taken = f"{weight['bytes']:,} bytes ({size(weight['bytes'])})"
+    tree = Tree(Text(f"{weight['name']}  {weight['shape']} {weight['format']}, {weight['layout']}, {taken}"))
+    end = weight["offset"] + weight["bytes"]
+    tree.add(Text(f"bytes {weight['offset']:,} to {end:,} of the data in {_files(steps)}", style="dim"))
     if weight.get("axes"):
         tree.add(Text("axes: " + ", ".join(map(str, weight["axes"])), style="dim"))
     if weight.get("error"):
         figures = ", ".join(f"{name} {value:.3g}" for name, value in weight["error"].items())
         tree.add(Text(f"error: {figures}", style="dim"))
-    _grow(tree, recipe)
+    for ranks, step in by_rank(steps):
+        _grow(tree.add(Text(ranks)) if len(steps) > 1 else tree, step)
     return tree
 
 
-def _grow(tree: Tree, recipe: Mapping[str, Any]) -> None:
-    branch = tree.add(Text(step(recipe)))
-    for child in inputs(recipe):
-        _grow(branch, child)
+def _files(steps: dict[int, Step]) -> str:
+    if len(steps) == 1:
+        return f"weights/rank{next(iter(steps))}.safetensors"
+    return f"weights/rankR.safetensors, R = {ranges(steps)}"
 
 
-def inputs(recipe: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The recipes that a recipe reads, in order."""
-    found: list[Mapping[str, Any]] = []
-    for value in recipe.values():
-        found += [item for item in (value if is_list(value) else [value]) if _is_recipe(item)]
-    return found
-
-
-def _is_recipe(value: Any) -> bool:
-    return is_mapping(value) and "op" in value
-
-
-def fields(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step says besides its inputs."""
-    own = {name: value for name, value in recipe.items() if name != "op" and not (value is None or _is_recipe(value))}
-    return {name: value for name, value in own.items() if not (is_list(value) and any(map(_is_recipe, value)))}
-
-
-NAMED = {"read": "tensor", "planned": "slot"}
-"""The steps that recipes begin with, and the field that says where."""
-
-
-def step(recipe: Mapping[str, Any]) -> str:
-    """One step in words: its op and fields."""
-    if recipe["op"] in NAMED:
-        return f"{recipe['op']} {recipe[NAMED[recipe['op']]]} {recipe['shape']} {recipe['format']}"
-    shown = [f"{name} {short(value)}" for name, value in fields(recipe).items()]
-    return " ".join([recipe["op"].replace("_", " "), *shown])
-
-
-def short(value: Any) -> str:
-    """A value, cut to fit a line."""
-    text = str(value)
-    return text if len(text) <= 48 else text[:45] + "..."
+def _grow(tree: Tree, step: Step) -> None:
+    alike = f"{step.times:,} alike, # = {step.numbers}: " if step.times > 1 else ""
+    named = f" {step.tensor} {step.detail}" if step.tensor else ""
+    branch = tree.add(Text(f"{step.role}{' ' if step.role else ''}{alike}{step.text}{named}"))
+    for below in step.below:
+        _grow(branch, below)

@@ -199,7 +199,7 @@ class CudaBackend:
         free, total = self.driver.memory()
         return DeviceMemory(self._planned, self._free_before - free, total - self._free_before, total)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See Backend."""
         self._upload.stop()
         self.driver.close()

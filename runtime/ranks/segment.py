@@ -5,7 +5,9 @@ It is an anonymous file (memfd): it has no name, and is gone with the last proce
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as C
+import errno
 import fcntl
 import mmap
 import os
@@ -17,7 +19,10 @@ from tapeout.runtime.errors import TapeoutError
 MOST_RANKS = 64
 TICK = 0.1  # seconds between two looks at the others
 SILENCE_TICKS = 25  # without a sign of life, until a rank counts as dead or stopped
-PATIENCE_S = 4.0  # for how long the others may wait for a rank in a collective
+PATIENCE_S = 60.0
+"""For how long the others may wait for a rank in a collective. One that was killed or stopped is noticed by its
+silence; this is for one that lives and does not come. It must exceed the longest layer: all of 8,192 rows may choose
+experts of one rank, while the others have nothing to do."""
 _MAGIC, _VERSION, _BLOCK = 0x4B4E5254, 1, 1024
 
 
@@ -93,6 +98,11 @@ class Segment:
             self._memory = mmap.mmap(fd, 0)
             self.shared = _Shared.from_buffer(self._memory)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise TapeoutError(
+                    f"there is no room for the ranks' shared memory of {os.fstat(fd).st_size:,} bytes; raise the limit "
+                    "of this process's address space (ulimit -v)"
+                ) from error
             raise TapeoutError(f"file descriptor {fd} is not the shared memory of ranks ({error})") from error
         if (self.shared.magic, self.shared.version) != (_MAGIC, _VERSION):
             raise TapeoutError(f"file descriptor {fd} is not the shared memory of ranks of this version of Tapeout")
@@ -102,7 +112,7 @@ class Segment:
     def create(cls, ranks: int, buffer_bytes: int, patience_s: float = PATIENCE_S) -> Segment:
         """A new segment. ``buffer_bytes`` is the largest operand of a collective that a rank may bring.
 
-        Raises TapeoutError for more ranks than a segment holds and where the system has no such memory.
+        Raises TapeoutError for more ranks than a segment holds and where the system gives no such memory.
         """
         if not 1 <= ranks <= MOST_RANKS:
             raise TapeoutError(f"{ranks} ranks were asked for; one machine runs 1 to {MOST_RANKS}")
@@ -110,8 +120,15 @@ class Segment:
             raise TapeoutError("ranks share memory that only Linux has; run the artifact there, or compile it for one")
         each = -(-buffer_bytes // 4096) * 4096
         head = -(-C.sizeof(_Shared) // 4096) * 4096
-        fd = os.memfd_create("tapeout-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, head + 2 * ranks * each)
+        size = head + 2 * ranks * each
+        try:
+            fd = os.memfd_create("tapeout-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, size)
+        except OSError as error:
+            raise TapeoutError(
+                f"the system gives the ranks no shared memory of {size:,} bytes ({error.strerror}); raise the limits "
+                "of this process, or use a machine or container that allows memfd_create"
+            ) from error
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         with mmap.mmap(fd, head) as memory:
             shared = _Shared.from_buffer(memory)
@@ -173,7 +190,8 @@ class Segment:
         if self.fd < 0:
             return
         del self.shared
-        self._memory.close()
+        with contextlib.suppress(BufferError):  # a traceback holds a view, and the memory goes with it
+            self._memory.close()
         os.close(self.fd)
         self.fd = -1
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import IO
 
 from tapeout.runtime.ranks import environment
 from tapeout.runtime.ranks.segment import PATIENCE_S, TICK, Reason, Segment, State, Watch
@@ -51,11 +53,21 @@ class Ranks:
             state = self._segment.shared.rank[rank].state
             if code is None or state == State.LEFT or (state == State.ABSENT and code >= 0 and rank * code == 0):
                 continue
+            if state == State.ABSENT and code > 0 and self._leader_refuses():
+                continue
             if code < 0:
                 how = f"was killed by {_signal_name(-code)}; the other ranks were ended"
             else:
                 how = f"ended with exit code {code}{self._last_words(rank)}"
             self._segment.end(Reason.FAILED, rank, how)
+
+    def _leader_refuses(self) -> bool:
+        """Whether rank 0 ends before it joins, within the grace: it says what is wrong, for all ranks."""
+        deadline = time.monotonic() + GRACE_S
+        leader = self._segment.shared.rank[0]
+        while leader.state == State.ABSENT and self.processes[0].poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return leader.state == State.ABSENT and bool(self.processes[0].poll())
 
     def _last_words(self, rank: int) -> str:
         """The last line that a rank wrote to standard error."""
@@ -110,12 +122,13 @@ def start_ranks(
     *,
     patience_s: float = PATIENCE_S,
     environ: Mapping[str, str] | None = None,
+    stdin: bytes | None = None,
 ) -> Ranks:
     """Start ``command`` once for each rank; each calls ``join``, with what ``read_place`` reads.
 
     Rank 0 has this process's standard streams. The others read nothing, their output is dropped, and the last line of
-    their standard error is quoted if they fail. The ranks die with the thread that calls this, so call it from one that
-    stays. Raises TapeoutError.
+    their standard error is quoted if they fail. With ``stdin`` every rank reads that. The ranks die with the thread
+    that calls this, so call it from one that stays. Raises TapeoutError.
     """
     segment = Segment.create(count, buffer_bytes, patience_s)
     processes: list[subprocess.Popen[bytes]] = []
@@ -130,14 +143,15 @@ def start_ranks(
                 environment.SEGMENT: str(segment.fd),
                 environment.PARENT: str(os.getpid()),
             }
-            process = subprocess.Popen(
-                list(command),
-                env={**(os.environ if environ is None else environ), **variables},
-                pass_fds=(segment.fd,),
-                stdin=subprocess.DEVNULL if rank else None,
-                stdout=subprocess.DEVNULL if rank else None,
-                stderr=stderr[rank] if rank else None,
-            )
+            with _input(stdin) as file:
+                process = subprocess.Popen(
+                    list(command),
+                    env={**(os.environ if environ is None else environ), **variables},
+                    pass_fds=(segment.fd,),
+                    stdin=file or (subprocess.DEVNULL if rank else None),
+                    stdout=subprocess.DEVNULL if rank else None,
+                    stderr=stderr[rank] if rank else None,
+                )
             processes.append(process)
     except BaseException:
         ranks.close()
@@ -145,7 +159,24 @@ def start_ranks(
     return ranks
 
 
-def run_ranks(count: int, command: Sequence[str], buffer_bytes: int, *, patience_s: float = PATIENCE_S) -> int:
+def _input(text: bytes | None) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+    """A file of its own for one rank's standard input, where there is something to read."""
+    if text is None:
+        return contextlib.nullcontext()
+    file = os.fdopen(os.memfd_create("tapeout-stdin"), "w+b")
+    file.write(text)
+    file.seek(0)
+    return file
+
+
+def run_ranks(
+    count: int,
+    command: Sequence[str],
+    buffer_bytes: int,
+    *,
+    patience_s: float = PATIENCE_S,
+    stdin: bytes | None = None,
+) -> int:
     """Start ``command`` once for each rank and wait. Returns rank 0's exit code; see ``Ranks.wait``."""
-    with start_ranks(count, command, buffer_bytes, patience_s=patience_s) as ranks:
+    with start_ranks(count, command, buffer_bytes, patience_s=patience_s, stdin=stdin) as ranks:
         return ranks.wait()

@@ -23,7 +23,7 @@ from workspace import Workspace
 
 from tapeout.compiler.cli import main
 from tapeout.runtime import cli as runtime_cli
-from tapeout.runtime import host
+from tapeout.runtime import host, load
 
 PROGRESS = re.compile(r"(planning|kernels|weights: [\d.]+ \w+ \(\d+ reused, \d+ built\)) in [\d.]+ s")
 LAYER = "model.layers.1.mlp.up_proj.weight"
@@ -562,6 +562,15 @@ def test_a_prompt_of_the_whole_context_ends_by_it(sound: Path, capsys: pytest.Ca
 
 
 # ---- the output --------------------------------------------------------------------------------------------------
+
+
+def test_another_artifact_in_the_same_place(workspace: Workspace) -> None:
+    """A linker that knows the path would hand out the library that was there before."""
+    for format in ("keep", "q4_0"):
+        spec = workspace.spec(workspace.folder, quantization={"default": format})
+        assert main(["compile", str(spec), "-o", str(workspace.artifact), "--force", "--no-cache"]) == 0
+        with load(workspace.artifact) as model:
+            assert len(list(model.generate([5], max_tokens=2))) == 2
 
 
 def test_an_output_folder_that_exists(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:

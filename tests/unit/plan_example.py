@@ -148,12 +148,22 @@ def example_plan() -> dict[str, Any]:
             "scratch": 524_288,
             "total": total + 7_864_320,
             "capacity": 17_179_869_184,
-            "kv": {"dtype": "f16", "page_tokens": 32, "pages": 64, "bytes_per_token": 3072},
+            "context": 0,
+            "max_sequences": 1,
+            "kv": {
+                "dtype": "f16",
+                "page_tokens": 32,
+                "pages": 64,
+                "bytes_per_token": 3072,
+                "tokens_that_fit": 5_590_720,
+                "caches": [],
+            },
             "buffers": [
                 {"name": "hidden", "graph": "prefill.256", "bytes": 589_824, "offset": 0, "first": 0, "last": 8},
                 {"name": "hidden", "graph": "decode.1", "bytes": 2304, "offset": 0, "first": 0, "last": 8},
             ],
         },
+        "communication": {"ranks": 1, "lists": []},
         "graphs": [
             {"name": "prefill.256", "phase": "prefill", "rows": 256, "launches": _launches()},
             {"name": "decode.1", "phase": "decode", "rows": 1, "launches": _launches()},

@@ -45,16 +45,12 @@ def digest(value: Any) -> str:
 
 def _weights(plan: Json) -> Json:
     recipes = NestedRecipes(plan)
-    shown = {
-        each["name"]: {**each, "ranks": len(each["ranks"]), "recipes": _without_layers(recipes.of(each))}
-        for each in plan["weights"]
-    }
-    return _folded(shown, ("name", "offset"))
-
-
-def _without_layers(recipes: list[Any]) -> str:
-    """Digest of recipes in which tensors of every layer have the same name."""
-    return digest(json.loads(json.dumps(recipes), object_hook=_named_alike))
+    shown: Json = {}
+    for each in plan["weights"]:
+        text = json.dumps(recipes.of(each), sort_keys=True)
+        alike = digest(json.loads(text, object_hook=_named_alike))  # tensors of every layer have the same name
+        shown[each["name"]] = {**each, "ranks": len(each["ranks"]), "recipes": alike, "tensors": digest(text)}
+    return _folded(shown, ("name", "offset", "tensors"))
 
 
 def _named_alike(node: Json) -> Json:

@@ -91,7 +91,7 @@ def test_inspect_and_explain_read_plan_json_alone(plans: tuple[str, str], capsys
     assert cli.main(["inspect", plans[0]]) == 0
     assert "prefill.256, decode.1: 9 launches" in capsys.readouterr().out
     assert cli.main(["inspect", plans[1], "--weight", "model.norm"]) == 0
-    assert "read output_norm.weight [576] f32" in capsys.readouterr().out
+    assert "read output_norm.weight 576 f32" in capsys.readouterr().out
     assert cli.main(["explain", plans[0], "kv_pool"]) == 0
     assert "kv_pool → f16, pages of 32 tokens" in capsys.readouterr().out
 
@@ -111,7 +111,7 @@ def test_inspect_needs_an_artifact_or_pipeline(capsys) -> None:
         ('{"format_version": 99}', "plan format 99, but this version reads format 2"),
         (
             '{"format_version": 2, "spec": {}}',
-            "sections are missing: model, weights, recipes, kernels, memory, graphs, decisions",
+            "sections are missing: model, weights, recipes, kernels, memory, communication, graphs, decisions",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from tapeout.compiler.kernels import collective, simple
 from tapeout.runtime.cpu import Launch
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.ranks import Member, Place, RankError, Segment
+from tapeout.runtime.ranks.segment import PATIENCE_S
 
 Floats = npt.NDArray[np.float32]
 SHAPES = ((1, 1), (3, 7), (1, 576), (7, 1001), (9, 2311))  # rows, k; the last are several tasks, with odd ends
@@ -36,7 +37,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Group:
     """Some ranks of one segment. ``each`` runs a function once for every rank at the same time."""
 
-    def __init__(self, library: Path, count: int, threads: int = 1, buffer_bytes: int = 1 << 20, patience_s: float = 4):
+    def __init__(
+        self, library: Path, count: int, threads: int = 1, buffer_bytes: int = 1 << 20, patience_s: float = PATIENCE_S
+    ):
         self.segment = Segment.create(count, buffer_bytes, patience_s)
         members = [Member(Place(rank, count, ""), self.segment) for rank in range(count)]
         self.ranks = [Rank(library, member, threads) for member in members]
@@ -223,6 +226,14 @@ def test_a_rank_that_does_not_come_is_named(group: Callable[..., Group]) -> None
     wanted = "rank 1 is stuck: the others have waited 0.3 s for it in a collective, and were ended"
     assert said == [wanted, "absent", wanted]
     assert reduce_rows(ranks.ranks[1], 1) == wanted, "who comes too late learns it at once"
+
+
+def test_a_layer_may_take_a_rank_seconds_longer_than_the_others(group: Callable[..., Group]) -> None:
+    def run(rank: Rank) -> str:
+        time.sleep(5 * rank.rank)  # all rows of a chunk chose its experts
+        return reduce_rows(rank, 1)
+
+    assert group(2).each(run) == ["done", "done"]
 
 
 def test_the_leader_may_pause_and_nobody_else(group: Callable[..., Group]) -> None:

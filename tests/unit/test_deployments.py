@@ -324,8 +324,8 @@ REFUSED = {
         ("serving.memory_fraction=0.55",),
         "the model does not fit in memory at any context: on each of 8 ranks weights 78,239,815,808 + KV pool "
         "9,210,691,584 + arena 146,800,640 + scratch 0 + communication 58,720,256 bytes need 87,656,028,288, but "
-        "54,942,452,300 are there at serving.memory_fraction 0.55 of 94.00 GiB, which leaves -21.89 GiB for KV; the "
-        "smallest that holds it is 0.88; raise topology.count, topology.memory or use smaller formats",
+        "54,942,452,300 are there at serving.memory_fraction 0.55 of 94.00 GiB, which is 21.89 GiB too little even "
+        "without KV; the smallest that holds it is 0.88; raise topology.count, topology.memory or use smaller formats",
     ),
     "a fraction that is a little short": (
         ("serving.memory_fraction=0.87",),
@@ -345,8 +345,8 @@ REFUSED = {
         ("topology.count=6", NO_LINKS),
         "the model does not fit in memory at any context: on each of 6 ranks weights 107,516,156,032 + KV pool "
         "9,210,691,584 + arena 146,800,640 + scratch 0 + communication 58,720,256 bytes need 116,932,368,512, but "
-        "92,287,192,939 are there at serving.memory_fraction 0.92 of 94.00 GiB, which leaves -14.37 GiB for KV; raise "
-        "topology.count, topology.memory or use smaller formats",
+        "92,287,192,939 are there at serving.memory_fraction 0.92 of 94.00 GiB, which is 14.37 GiB too little even "
+        "without KV; raise topology.count, topology.memory or use smaller formats",
     ),
     "a link to a device that is not there": (
         ('topology.links=[{"devices": [0, 8], "gb_s": 50}]',),

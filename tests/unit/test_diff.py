@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -148,7 +148,7 @@ def test_a_rank_whose_recipe_departs(before: Plan, after: Plan) -> None:
         place(plan, plan["weights"][-1], *map(pack, ranks))
     assert text(before, after) == "recipes\n  model.norm  on rank 1: rows: start 4 → 5"
     place(after, after["weights"][-1], pack(halves[0]))
-    assert text(before, after) == "recipes\n  model.norm  for 2 → 1 ranks"
+    assert text(before, after) == "recipes\n  1 of 9 weights  for 2 → 1 ranks, on each as before"
 
 
 def test_a_rope_table_names_the_first_value(before: Plan, after: Plan) -> None:
@@ -218,6 +218,114 @@ generation
 tokenizer
   kind  added: bpe"""
     )
+
+
+def test_arguments_that_are_neither_weights_nor_addresses(before: Plan, after: Plan) -> None:
+    for plan, first, field in ((before, 4, "tokens"), (after, 8, "positions")):
+        for graph in plan["graphs"]:
+            args = {"comm": ["comm", 0], "first": ["rank", [2, first]], "ids": ["step", field]}
+            graph["launches"][-1]["args"] |= args
+    assert text(before, before) == ""
+    assert text(before, after) == (
+        "graphs\n  model.norm  first rank [2, 4], ids step tokens → first rank [2, 8], ids step positions"
+    )
+
+
+def test_what_only_one_launch_says(before: Plan, after: Plan) -> None:
+    after["graphs"][0]["launches"][-1]["output"] = {"arg": "y"}
+    assert text(before, after) == "graphs\n  model.norm  - → output.arg y; in prefill.256"
+
+
+def exchange(rows: int, *made: tuple[str, int, int, str, float | None]) -> Plan:
+    names = ("kind", "count", "columns", "algorithm")
+    entries = [
+        dict(zip(names, (kind, count, columns, algorithm), strict=True))
+        | {"bytes": 2 * rows * columns}
+        | ({} if us is None else {"us": us})
+        for kind, count, columns, algorithm, us in made
+    ]
+    return {"phase": "decode", "rows": rows, "collectives": entries}
+
+
+def test_collectives(before: Plan, after: Plan) -> None:
+    gather = ("all_gather", 1, 32, "one-shot", 2.25)
+    before["communication"] = {
+        "ranks": 8,
+        "link": {"gb_s": 50.0, "latency_us": 2.0},
+        "lists": [
+            exchange(1, gather, ("all_reduce", 122, 16, "one-shot", 4.0)),
+            exchange(2, gather, ("all_reduce", 122, 16, "one-shot", 4.0)),
+            exchange(4, ("all_reduce", 122, 16, "two-shot", 8.5)),
+        ],
+    }
+    after["communication"] = {
+        "ranks": 4,
+        "link": {"gb_s": 900.0, "latency_us": 1.0},
+        "lists": [
+            exchange(1, gather, ("all_reduce", 122, 16, "two-shot", 3.0)),
+            exchange(2, gather, ("all_reduce", 122, 16, "two-shot", 3.0)),
+            exchange(8, ("all_reduce", 122, 16, "two-shot", 10.0)),
+        ],
+    }
+    assert text(before, after).split("\n") == [
+        "communication",
+        "  ranks       8 → 4",
+        "  link        50 GB/s, 2 us a message → 900 GB/s, 1 us a message",
+        "  all_reduce  one-shot, 4.0 us each → two-shot, 3.0 us each; -122.0 us a step",
+        "  decode.4    removed: 122 all_reduce of 128 bytes, 1.0 ms",
+        "  decode.8    added: 122 all_reduce of 256 bytes, 1.2 ms",
+    ]
+
+
+def test_a_collective_of_some_lists(before: Plan, after: Plan) -> None:
+    reduce = ("all_reduce", 8, 16, "one-shot", None)
+    before["communication"] = {"ranks": 2, "lists": [exchange(1, reduce), exchange(2, reduce, reduce)]}
+    wide = ("all_reduce", 9, 32, "one-shot", None)
+    after["communication"] = {"ranks": 2, "lists": [exchange(1, wide), exchange(2, reduce)]}
+    assert text(before, after).split("\n") == [
+        "communication",
+        "  decode.1 all_reduce  8 times, 16 columns, 32 bytes → 9 times, 32 columns, 64 bytes",
+        "  all_reduce 2         removed: 8 all_reduce of 64 bytes",
+    ]
+
+
+def test_a_weight_of_a_plan_without_weights(before: Plan, after: Plan) -> None:
+    for plan, rows in ((before, 4), (after, 8)):
+        for weight in plan["weights"]:
+            slot = {"op": "planned", "slot": weight["name"], "shape": [rows, 4], "format": "bf16"}
+            place(plan, weight, pack({"op": "concat", "parts": [slot, slot]}))
+    assert (
+        "recipes\n  model.layers.*.self_attn.qkv_proj (4)  planned model.layers.*.self_attn.qkv_proj [4, 4] bf16 → "
+        in (text(before, after))
+    )
+
+
+def experts(plan: Plan, numbers: Sequence[int], projection: str = "up") -> None:
+    parts = [read(f"model.layers.0.mlp.experts.{n}.{projection}.weight", [8, 4], "bf16") for n in numbers]
+    place(plan, plan["weights"][-1], pack({"op": "concat", "parts": parts}))
+
+
+def test_experts_are_told_by_their_number(before: Plan, after: Plan) -> None:
+    experts(before, range(384))
+    experts(after, range(48), "down")
+    each = "model.layers.*.mlp.experts.*"
+    assert text(before, after) == (
+        f"recipes\n  model.norm  concat: parts [384 × {each}.up.weight] → [48 × {each}.down.weight]"
+    )
+
+
+def test_experts_in_another_order(before: Plan, after: Plan) -> None:
+    experts(before, range(8))
+    experts(after, [1, 0, *range(2, 8)])
+    assert text(before, after) == "recipes\n  model.norm  concat: 8 parts in another order"
+
+
+def test_weights_that_more_ranks_hold_alike_are_one_line(before: Plan, after: Plan) -> None:
+    after["weights"] += [after["weights"][-1] | {"name": f"model.norm_{n}"} for n in "abc"]
+    before["weights"] += [before["weights"][-1] | {"name": f"model.norm_{n}"} for n in "abc"]
+    for weight in after["weights"]:
+        weight["ranks"] = weight["ranks"] * 2
+    assert text(before, after) == "recipes\n  12 of 12 weights  for 1 → 2 ranks, on each as before"
 
 
 def test_caches_by_name(before: Plan, after: Plan) -> None:

@@ -76,6 +76,15 @@ def test_a_change_of_any_value_shows() -> None:
         holder[key] = value
 
 
+def test_a_tensor_of_another_layer_shows() -> None:
+    plan = json.loads((GOLDEN / "tiny-llama-q8_0.json").read_text())
+    before = review_form(plan)
+    for node in plan["recipes"]:
+        if node.get("tensor") == "model.layers.1.mlp.down_proj.weight":
+            node["tensor"] = "model.layers.0.mlp.down_proj.weight"
+    assert review_form(plan) != before
+
+
 def holders(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every mapping or list of a document that holds a text or a number, with its key there."""
     for key, child in value.items() if isinstance(value, dict) else enumerate(value):

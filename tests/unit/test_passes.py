@@ -243,6 +243,20 @@ def test_a_model_that_never_fits_says_so() -> None:
         compile_tiny(topology=Topology(memory=300 << 20), serving=Serving(headroom=300 << 20))
 
 
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    needed = compile_tiny(topology=Topology(count=2)).get(MemoryPlan).total
+    serving = Serving(headroom=0)
+    assert compile_tiny(topology=Topology(count=2, memory=2 * needed), serving=serving)
+    with pytest.raises(TapeoutError, match=f"on each of 2 ranks .* need {needed:,}, but {needed - 1:,} are there"):
+        compile_tiny(topology=Topology(count=2, memory=2 * needed - 2), serving=serving)
+
+
+def test_a_share_that_holds_no_weights_is_no_negative_room() -> None:
+    said = r"at serving.memory_fraction 0.001 of 0.01 GiB, which is [\d.]+ GiB too little even without KV; the smallest"
+    with pytest.raises(TapeoutError, match=said):
+        compile_tiny(topology=Topology(memory=10 << 20), serving=Serving(memory_fraction=0.001))
+
+
 def test_live_buffers_never_overlap_and_the_stream_has_one_address() -> None:
     memory = compile_tiny(serving=Serving(max_sequences=5)).get(MemoryPlan)
     memory.check()

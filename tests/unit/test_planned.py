@@ -340,7 +340,7 @@ def test_inspect_explain_diff_and_report(compiled: Compile, tmp_path: Path, caps
     shown = capsys.readouterr().out
     assert "tiny (llama)" in shown and "a config alone, in the spec" in shown and "checkpoint " not in shown
     assert main(["inspect", a, "--weight", "*.0.mlp.down_proj"]) == 0
-    assert "planned model.layers.0.mlp.down_proj [64, 96] bf16" in " ".join(capsys.readouterr().out.split())
+    assert "planned model.layers.0.mlp.down_proj 64×96 bf16" in " ".join(capsys.readouterr().out.split())
     assert main(["explain", a, "kv_pool"]) == 0
     assert "bytes_per_token 256" in capsys.readouterr().out  # 2 layers x 2 of 2 heads of 16 channels x 2 bytes
     assert main(["diff", a, b, "--exit-code"]) == 1

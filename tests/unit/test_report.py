@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_example import example_plan, nested, pack, place, read
+from plan_example import LAYERS, example_plan, nested, pack, place, read
 from tiny import compile_tiny
 
 from tapeout.compiler import cli
 from tapeout.compiler.devices import load_device
 from tapeout.compiler.plan import build_plan
+from tapeout.compiler.recipes_table import NestedRecipes
 from tapeout.compiler.report import render_report, write_report
 from tapeout.compiler.report.launches import bytes_of_list, launch_lists, reader_of
 from tapeout.compiler.report.memory import ranks
 from tapeout.compiler.report.passes import draw
-from tapeout.compiler.report.recipes import describe
 from tapeout.compiler.report.weights import weight_groups
 from tapeout.compiler.spec import Model, Spec
 from tapeout.compiler.views.kinds import kind_of
+from tapeout.compiler.views.recipes import describe
 from tapeout.passes import PIPELINE
 from tapeout.runtime.errors import TapeoutError
 
@@ -111,8 +112,11 @@ def test_the_figures_and_the_bars_are_the_plans(example: Page) -> None:
     assert example.row("scratch")[1:3] == ["512.0 KiB", "4.6%"]
     assert example.row("total")[1] == "10.9 MiB"
     assert {"1,382,400 bytes", "2,211,840 bytes", "11,460,864 bytes", "5,751,360"} <= set(example.titles)
-    assert "rank 0: 10.9 MiB, 0.1% of the 16.0 GiB of its device" in example.text
-    assert re.search(r"KV tokens\s*2,048\s*3,072 bytes each", example.text)
+    assert "rank 0: 10.9 MiB, 0.1% of the 16.0 GiB it may take" in example.text
+    assert example.row("free")[1] == "16.0 GiB"
+    assert "17,168,408,320 bytes" in example.titles
+    assert example.row("KV tokens that would fit")[1] == "5,590,720"
+    assert re.search(r"KV tokens\s*2,048\s*3,072 bytes each; 5,590,720 would fit", example.text)
 
 
 def test_segments_add_up_to_what_a_rank_holds() -> None:
@@ -169,6 +173,40 @@ def test_experts_of_a_layer_are_told_once() -> None:
     ]
 
 
+@pytest.mark.parametrize("numbers", [(9, 8), (8, 8), (8, 10, 9)])
+def test_an_order_that_is_not_that_of_the_numbers_is_told(numbers: tuple[int, ...]) -> None:
+    parts = [read(f"model.layers.3.mlp.experts.{n}.w1.weight", [8, 4], "bf16") for n in numbers]
+    told = [step.tensor for step in describe({"op": "concat", "parts": parts}).below]
+    assert told == [f"model.layers.3.mlp.experts.{n}.w1.weight" for n in numbers]
+
+
+def test_a_template_reads_as_its_parts_do() -> None:
+    plan = example_plan()
+    tensor = ["model.layers.3.mlp.experts.", ".w1.weight"]
+    plan["recipes"] += [
+        {"op": "read", "tensor": tensor, "shape": [8, 4], "format": "bf16"},
+        {"op": "concat", "inputs": {"parts": {"each": len(plan["recipes"]), "from": 2, "to": 6}}},
+    ]
+    plan["weights"][0]["ranks"] = [len(plan["recipes"]) - 1]
+    (recipe,) = NestedRecipes(plan).of(plan["weights"][0])
+    parts = [read(tensor[0] + str(number) + tensor[1], [8, 4], "bf16") for number in range(2, 6)]
+    assert describe(recipe, 3) == describe({"op": "concat", "parts": parts}, 3)
+    assert [(step.tensor, step.times, step.numbers) for step in describe(recipe, 3).below] == [
+        ("model.layers.*.mlp.experts.#.w1.weight", 4, "2-5")
+    ]
+
+
+def test_parts_of_two_experts_are_not_told_as_one() -> None:
+    def unpack(codes: int, scales: int) -> dict[str, Any]:
+        tensors = (("codes", codes, "packed"), ("scales", scales, "scale"))
+        named = {kind: read(f"experts.w.{n}.{name}", [8, 4], "i32") for kind, n, name in tensors}
+        return {"op": "unpack", "packing": "int4", "to": "int4_g32"} | named
+
+    for pairs, told in (((0, 0), (1, 1)), 1), (((0, 0), (1, 2)), 2):
+        steps = describe({"op": "concat", "parts": [unpack(*pair) for pair in pairs]}).below
+        assert [step.times for step in steps] == ([2] if told == 1 else [1, 1])
+
+
 def test_inputs_of_different_kinds_are_named() -> None:
     codes, scales = read("w.weight_packed", [8, 4], "i32"), read("w.weight_scale", [8, 1], "bf16")
     steps = describe({"op": "unpack", "packing": "int4", "to": "int4_g32", "codes": codes, "scales": scales})
@@ -218,35 +256,130 @@ def test_an_embedding_is_read_by_the_row_and_experts_by_the_choice() -> None:
     look_up = {"kernel": "embed_q4_1", "op": "embed", "args": {"w": ["weight", "embed"]}}
     head = {"kernel": "linear_q4_1", "op": "lm_head", "args": {"w": ["weight", "embed"]}}
     chosen = {"kernel": "grouped_q4_1", "op": "mlp.experts.up", "args": {"w": ["weight", "mlp.experts.up"]}}
+    by_name = {"kernel": "grouped", "op": "other", "args": chosen["args"] | {"experts": 64, "top_k": 6}}
     reader = reader_of(plan)
+    for rows in (1, 4, 4096):  # what a launch says itself needs no decision
+        of_both = (bytes_of_list(reader, {"rows": rows, "launches": [launch]}) for launch in (chosen, by_name))
+        assert len(set(of_both)) == 1
     for rows, read_ in ((1, (1000, 60_000)), (4, (4000, 240_000)), (4096, (1_000_000, 640_000))):
         assert bytes_of_list(reader, {"rows": rows, "launches": [look_up]}) == read_[0]
         assert bytes_of_list(reader, {"rows": rows, "launches": [chosen]}) == read_[1]
         assert bytes_of_list(reader, {"rows": rows, "launches": [head]}) == 1_000_000
 
 
-def test_collectives_have_a_section_where_there_are_any(example: Page) -> None:
-    assert "Collectives" not in example.text
+def plan_of_ranks() -> dict[str, Any]:
+    """Two ranks: eight collectives in a list of four rows, and times predicted for a link."""
     plan = example_plan()
-    plan["spec"]["topology"]["count"] = 2
+    plan["spec"]["topology"] |= {"count": 2, "links": [{"devices": [0, 1], "gb_s": 50.0, "latency_us": 2.0}]}
     plan["memory"] |= {"comm": {"buffer_bytes": 1 << 20, "ranks": 2}, "total": plan["memory"]["total"] + (2 << 20)}
-    kinds = {"all_reduce": 9216, "all_to_all": 18432}  # 4 rows of 576 floats, for one rank and for two
+    for weight in plan["weights"]:
+        place(plan, weight, *(nested(plan, weight) for _ in range(2)))
+    kinds = ("all_gather", "all_reduce")
     plan["kernels"]["table"] += [{"name": name, "template": "collective", "params": ["x", "k"]} for name in kinds]
     plan["graphs"][1] |= {"rows": 4, "name": "decode.4"}
-    for layer in range(4):
+    for layer in range(LAYERS):
         for name in kinds:
             op = f"model.layers.{layer}.mlp.{name}"
             plan["graphs"][1]["launches"].append({"kernel": name, "op": op, "args": {"x": ["arena", 0], "k": 576}})
-    found = page(plan)
-    section = found.text.partition("Bytes that one rank brings")[2]
-    assert re.search(r"decode\.4, 4 rows\s", section)
-    rows = [row for row in found.rows if len(row) == 6 and row[1] in kinds and row[5]]
-    assert rows == [
-        ["0-3", name, f"model.layers.*.mlp.{name}", "4", *(f"{n / 1024:.1f} KiB" for n in (size, 4 * size))]
-        for name, size in kinds.items()
-    ]
+    made = {"columns": 576, "count": LAYERS, "bytes": 4608}
+    plan["communication"] = {
+        "ranks": 2,
+        "link": {"gb_s": 50.0, "latency_us": 2.0},
+        "lists": [
+            {
+                "phase": "decode",
+                "rows": 4,
+                "collectives": [
+                    made | {"kind": "all_gather", "algorithm": "one-shot", "us": 2.5},
+                    made | {"kind": "all_reduce", "algorithm": "two-shot", "us": 350.25},
+                ],
+            },
+            {"phase": "head", "rows": 1, "collectives": []},
+        ],
+    }
+    return plan
+
+
+def test_collectives_have_a_section_where_there_are_any(example: Page) -> None:
+    assert "Collectives" not in example.text
+    found = page(plan_of_ranks())
+    assert "predicted for the slowest link, 50 GB/s, 2 us a message" in found.text
+    (gather,) = (row for row in found.rows if row[0] == "decode.4")
+    assert gather[1:8] == ["all_gather", "one-shot", "4", "576", "4.5 KiB", "2.5 us", "10.0 us"]
+    assert found.row("all_reduce")[1:7] == ["two-shot", "4", "576", "4.5 KiB", "350.2 us", "1.4 ms"]
+    assert ["0-3", "all_reduce", "model.layers.*.mlp.all_reduce", "4"] in found.rows
+    assert re.search(r"collectives a token\s*1\.4 ms\s*predicted", found.text)
+    assert re.search(r"links\s*devices 0-1: 50 GB/s, 2 us a message", found.text)
     assert "each of ranks 0-1: 12.9 MiB" in found.text
     assert found.row("communication")[1:3] == ["2.0 MiB", "15.5%"]
+
+
+def test_collectives_of_a_cpu_have_no_times() -> None:
+    plan = plan_of_ranks()
+    del plan["communication"]["link"]
+    for made in plan["communication"]["lists"][0]["collectives"]:
+        del made["us"]
+    found = page(plan)
+    assert "predicted" not in found.text
+    assert found.row("all_reduce") == ["all_reduce", "two-shot", "4", "576", "4.5 KiB"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_rank_beside_several(turned: bool) -> None:
+    plans = [example_plan(), plan_of_ranks()]
+    found = page(*(reversed(plans) if turned else plans))
+    assert re.search(rf"Plan {'B' if turned else 'A'}: one rank, which hands nothing to others", found.text)
+    assert re.search(rf"collectives a token\s*{'A 1.4 ms' if turned else 'A -'}", found.text)
+    told = "4 all_gather of 4,608 bytes, 4 all_reduce of 4,608 bytes, 1.4 ms"
+    assert ["decode.4", *([told, "", ""] if turned else ["", told, ""])] in found.rows
+
+
+def test_the_bar_is_as_long_as_what_a_rank_may_take() -> None:
+    plan = example_plan()
+    total = plan["memory"]["total"]
+    plan["memory"]["capacity"] = 2 * total
+    html = render_report([plan], PIPELINE.passes)
+    shown = [float(width) for width in re.findall(r'<span class="[^"]*" style="width: ([\d.]+)%"', html)]
+    assert sum(shown) == pytest.approx(50, abs=0.01)
+    assert f"free<br>{total / (1 << 20):.1f} MiB" in html
+    plan["memory"]["capacity"] = 100 * total  # all of it would be a speck
+    shown = re.findall(r'<span class="[^"]*" style="width: ([\d.]+)%"', render_report([plan], PIPELINE.passes))
+    assert sum(map(float, shown)) == pytest.approx(100, abs=0.01)
+
+
+def test_a_cache_has_one_colour_in_both_plans() -> None:
+    plans = [example_plan(), example_plan()]
+    for plan, names in zip(plans, (("layer.0", "layer.1"), ("layer.0.index", "layer.0", "layer.1")), strict=True):
+        plan["memory"]["kv"]["caches"] = [{"name": n, "page_bytes": 4096, "sequence_bytes": 0} for n in names]
+    html = render_report(plans, PIPELINE.passes, ["one", "two"])
+    of_cache = {
+        cache: {*re.findall(rf'class="kv (shade\d)"[^>]*title="KV pool: {re.escape(cache)}:', html)}
+        for cache in ("layer.*", "layer.*.index")
+    }
+    assert of_cache == {"layer.*": {"shade0"}, "layer.*.index": {"shade2"}}
+
+
+def test_layers_of_a_plan_without_weights_are_one_line() -> None:
+    plan = example_plan()
+    for weight in plan["weights"]:
+        whole = {"op": "planned", "slot": weight["name"], "shape": [1920, 576], "format": "bf16"}
+        place(plan, weight, pack({"op": "rows", "start": 0, "stop": 960, "source": whole}))
+    groups = weight_groups(plan)
+    assert [(group.name, group.numbers) for group in groups] == [
+        ("model.layers.*.self_attn.qkv_proj", "0-3"),
+        ("model.layers.*.mlp.down_proj", "0-3"),
+        ("model.norm", ""),
+    ]
+    words = " ".join(page(plan).text.split())
+    assert "rows 0 to 960 planned model.layers.*.mlp.down_proj 1920×576 bf16" in words
+
+
+def test_a_plan_that_nothing_can_run_says_so(example: Page) -> None:
+    assert "not yet" not in example.text
+    plan = example_plan()
+    plan["kernels"]["table"] = [{"name": "linear", "template": "none", "params": ["w"]}]
+    plan["decisions"][0]["alternatives"] = [{"choice": "kernels of the device", "why": "no kernel rotates"}]
+    assert re.search(r"runs\s*not yet; no kernel rotates", page(plan).text)
 
 
 def test_recipes_of_all_ranks_are_told() -> None:
@@ -311,7 +444,12 @@ HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>{{ 7 * 7 }}]
 
 
 def test_hostile_names_are_text() -> None:
-    plan = example_plan()
+    plan = plan_of_ranks()
+    for made in plan["communication"]["lists"][0]["collectives"]:
+        made |= {"kind": HOSTILE, "algorithm": HOSTILE}
+    plan["communication"]["lists"][0]["phase"] = HOSTILE
+    plan["spec"]["topology"]["device"] = HOSTILE
+    plan["memory"]["kv"]["caches"] = [{"name": HOSTILE, "page_bytes": 4096, "sequence_bytes": 0}]
     plan["model"]["name"] = HOSTILE
     plan["spec"]["model"]["source"] = HOSTILE
     weight = plan["weights"][-1]
@@ -338,7 +476,7 @@ def test_hostile_names_are_text() -> None:
         assert html.count("<script>") == 1
         assert "<img" not in html
         found = Page(html)
-        assert found.text.count(HOSTILE) >= 15
+        assert found.text.count(HOSTILE) >= 20
         assert HOSTILE in [text for _, text in found.headings] or len(plans) == 2
         assert all(reference.startswith(("#", "data:,")) for reference in found.references)
 
@@ -358,7 +496,9 @@ def test_links_inside_the_page_lead_somewhere(example: Page) -> None:
 def changed_plan() -> dict[str, Any]:
     plan = example_plan()
     plan["spec"]["serving"]["max_sequences"] = 4
-    plan["memory"] |= {"kv_pool": 25_165_824, "total": plan["memory"]["total"] + 18_874_368}
+    more = 940_032 - plan["weights"][1]["bytes"]
+    plan["memory"]["weights"] += more
+    plan["memory"] |= {"kv_pool": 25_165_824, "total": plan["memory"]["total"] + 18_874_368 + more}
     plan["graphs"][1]["launches"][0]["kernel"] = "linear_f32"
     plan["weights"][1] |= {"format": "q8_0", "bytes": 940_032}
     plan["decisions"][0] |= {"choice": "linear_f32"}
@@ -371,8 +511,8 @@ def test_two_plans_are_compared_beside_both_bars() -> None:
     assert "B large" in found.text
     assert found.row("KV pool: all layers")[1:] == ["6.0 MiB", "24.0 MiB", "+18.0 MiB (+300 %)"]
     sums = [row[1:] for row in found.rows if row[0] == "total"]
-    assert sums == [["10.9 MiB", "28.9 MiB", "+18.0 MiB (+165 %)"]] * 2  # below the bars, and as diff has it
-    assert found.text.count("of its device") == 2
+    assert sums == [["10.9 MiB", "29.3 MiB", "+18.4 MiB (+168 %)"]] * 2  # below the bars, and as diff has it
+    assert found.text.count("it may take") == 2
     assert found.row("serving.max_sequences")[1:] == ["1", "4", ""]
     assert found.row("kv_pool")[1:] == ["6.0 MiB", "24.0 MiB", "+18.0 MiB (+300 %)"]
     assert ["model.layers.0.mlp.down_proj", "q4_1", "q8_0", "+378.0 KiB (+70 %)"] in found.rows

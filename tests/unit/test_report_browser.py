@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from plan_example import example_plan
 
+from tapeout.compiler.driver import compile_spec
 from tapeout.compiler.report import render_report
+from tapeout.compiler.spec import load_spec
+from tapeout.compiler.views import load_plan
 from tapeout.passes import PIPELINE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next((path for name in NAMES if (path := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(FOUND is None, reason="needs Chromium: apt-get install chromium")
 
+ROOT = Path(__file__).parents[2]
 WIDTHS = (360, 1280)
 
 
@@ -42,14 +46,40 @@ def long_plan() -> dict[str, Any]:
     return plan
 
 
+def large_plan(folder: Path, expert: int) -> dict[str, Any]:
+    """Eight ranks of 61 layers with 384 experts, planned from a configuration; each rank with 384 / expert experts."""
+    spec = load_spec(ROOT / "specs" / "kimi-k2.5-int4-8x-rtx-pro-6000.yaml", [f"topology.parallel.expert={expert}"])
+    compile_spec(spec, folder / f"{expert}.json", plan_only=True)
+    return load_plan(folder / f"{expert}.json")
+
+
+SCRIPT = "<script>document.title = 'hit'</script>\"'><img src=x onerror=\"document.title = 'hit'\">"
+
+
+def hostile(value: Any) -> Any:
+    """A plan with a script behind every text."""
+    if isinstance(value, dict):
+        return {name: hostile(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [hostile(child) for child in value]
+    return value + SCRIPT if isinstance(value, str) else value
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of the pages of a plan and of a comparison."""
+    """Addresses of pages: a plan and a comparison, with long names; of a trillion parameters; with hostile names."""
     folder: Path = tmp_path_factory.mktemp("pages")
-    (folder / "plan.html").write_text(render_report([long_plan()], PIPELINE.passes), "utf-8")
-    both = render_report([example_plan(), long_plan()], PIPELINE.passes, ["before", "after"])
-    (folder / "both.html").write_text(both, "utf-8")
-    return {name: (folder / f"{name}.html").as_uri() for name in ("plan", "both")}
+    whole, apart = (large_plan(folder, expert) for expert in (1, 8))
+    plans = {
+        "plan": [long_plan()],
+        "both": [example_plan(), long_plan()],
+        "large": [whole],
+        "apart": [whole, apart],
+        "hostile": [hostile(long_plan())],
+    }
+    for name, each in plans.items():
+        (folder / f"{name}.html").write_text(render_report(each, PIPELINE.passes, ["before", "after"]), "utf-8")
+    return {name: (folder / f"{name}.html").as_uri() for name in plans}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +109,7 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", ["plan", "both"])
+@pytest.mark.parametrize("name", ["plan", "both", "large", "apart"])
 def test_nothing_goes_wrong_and_the_page_does_not_scroll_sideways(
     browser: Any, pages: dict[str, str], name: str, width: int
 ) -> None:
@@ -122,14 +152,15 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.parametrize("name", ["plan", "large"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes_have_contrast(browser: Any, pages: dict[str, str], scheme: str) -> None:
-    page, wrong = opened(browser, pages["plan"], color_scheme=scheme)
+def test_both_colour_schemes_have_contrast(browser: Any, pages: dict[str, str], scheme: str, name: str) -> None:
+    page, wrong = opened(browser, pages[name], color_scheme=scheme)
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, paper[4:-1].split(","))) < 3 * 64) == (scheme == "dark")
     page.evaluate(OPEN_ALL)
     # every shade of a segment with its label, however small the segments of this plan are
-    page.evaluate("""() => { for (const hue of ["weights", "kv", "arena", "scratch", "comm"])
+    page.evaluate("""() => { for (const hue of ["weights", "kv", "arena", "scratch", "comm", "context"])
       for (let shade = 0; shade < 6; shade++)
         document.querySelector(".track").insertAdjacentHTML("beforeend",
           `<span class="${hue} shade${shade}" style="width: 60px"><i>${hue}${shade}</i></span>`) }""")
@@ -150,6 +181,40 @@ def test_print_shows_what_is_closed_on_the_screen(browser: Any, pages: dict[str,
     assert page.pdf(format="A4").startswith(b"%PDF")
     page.emulate_media(media="screen")
     assert page.locator("details:not([open])").count() > 0  # printing leaves them as they were
+    assert wrong == []
+    page.close()
+
+
+A4 = 718
+"""Pixels of CSS between the margins of a sheet."""
+
+
+@pytest.mark.parametrize("name", ["large", "apart"])
+def test_a_sheet_of_paper_is_wide_enough(browser: Any, pages: dict[str, str], name: str) -> None:
+    page, wrong = opened(browser, pages[name], A4)
+    page.evaluate(OPEN_ALL)
+    page.emulate_media(media="print")
+    assert page.evaluate(OVERFLOW) == 0
+    assert wrong == []
+    page.close()
+
+
+def test_a_plan_of_a_trillion_parameters_opens_at_once(browser: Any, pages: dict[str, str]) -> None:
+    for name in ("large", "apart"):
+        page, _ = opened(browser, pages[name])
+        size = page.evaluate("new Blob([document.documentElement.outerHTML]).size")
+        assert size < 500_000
+        assert page.evaluate("document.querySelectorAll('*').length") < 20_000
+        assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3000  # 0.2 s when idle
+        page.close()
+
+
+def test_names_are_never_scripts(browser: Any, pages: dict[str, str]) -> None:
+    page, wrong = opened(browser, pages["hostile"])
+    page.evaluate(OPEN_ALL)
+    assert SCRIPT in page.title()
+    assert page.title() != "hit"
+    assert page.locator("img, script").count() == 1
     assert wrong == []
     page.close()
 

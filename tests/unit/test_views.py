@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from io import StringIO
+from typing import Any
 
 import pytest
-from plan_example import example_plan, place
+from plan_example import example_plan, pack, place, read
 from rich.console import Console
 
 from tapeout.compiler.views import print_decisions, print_plan, print_summary, print_weights
@@ -30,14 +31,15 @@ source      pypi:pkg/tiny.gguf
 checkpoint  gguf, 17 of 18 tensors used, 1 ignored: rope_freqs.weight
 device      1 × cpu
 context     2,048 tokens, 1 at a time
-KV pages    64 of 32 tokens in f16, 3,072 bytes a token
+KV pages    64 of 32 tokens in f16, 3,072 bytes a token; 5,590,720 tokens would fit
 
 Memory
-weights    3.4 MiB   3,596,544 B  ████████████▌
-kv pool    6.0 MiB   6,291,456 B  ██████████████████████
-arena      1.0 MiB   1,048,576 B  ███▋
-scratch  512.0 KiB     524,288 B  █▉
-total     10.9 MiB  11,460,864 B  0.1 % of 16.0 GiB
+weights    3.4 MiB       3,596,544 B  ████████████▌
+kv pool    6.0 MiB       6,291,456 B  ██████████████████████
+arena      1.0 MiB       1,048,576 B  ███▋
+scratch  512.0 KiB         524,288 B  █▉
+total     10.9 MiB      11,460,864 B  0.1 % of 16.0 GiB
+free      16.0 GiB  17,168,408,320 B
 
 Weights
 attention  1.3 MiB  1,382,400 B  ███████████████▍
@@ -82,30 +84,60 @@ def test_context_left_to_the_model_is_read_off_the_pool() -> None:
 
 def test_weight_recipe() -> None:
     assert printed(print_weights, example_plan(), "model.layers.1.self_attn.*") == (
-        "model.layers.1.self_attn.qkv_proj  [960, 576] q4_1, tile16, 345,600 bytes (337.5 KiB) at 898,560\n"
+        "model.layers.1.self_attn.qkv_proj  [960, 576] q4_1, tile16, 345,600 bytes (337.5 KiB)\n"
+        "├── bytes 898,560 to 1,244,160 of the data in weights/rank0.safetensors\n"
         "├── axes: heads, hidden\n"
-        "└── pack layout tile16\n"
-        "    └── concat\n"
-        "        ├── halves from pairs heads 9\n"
-        "        │   └── read blk.1.attn_q.weight [576, 576] q4_1\n"
-        "        ├── halves from pairs heads 3\n"
-        "        │   └── read blk.1.attn_k.weight [192, 576] q4_1\n"
-        "        └── read blk.1.attn_v.weight [192, 576] q4_1"
+        "└── lay out as tile16\n"
+        "    └── concatenate 3 parts, in this order\n"
+        "        ├── reorder rotary pairs into halves, 9 heads\n"
+        "        │   └── read blk.1.attn_q.weight 576×576 q4_1\n"
+        "        ├── reorder rotary pairs into halves, 3 heads\n"
+        "        │   └── read blk.1.attn_k.weight 192×576 q4_1\n"
+        "        └── read blk.1.attn_v.weight 192×576 q4_1"
     )
 
 
-def test_a_weight_on_a_rank() -> None:
+def on_rank(plan: dict[str, Any], name: str, rank: int) -> str:
+    return printed(lambda out: print_weights(plan, name, out, rank=rank))
+
+
+def test_a_weight_on_every_rank_and_on_one() -> None:
     plan = example_plan()
-    weight = next(each for each in plan["weights"] if each["name"] == "model.layers.1.self_attn.qkv_proj")
-    read = {"op": "read", "tensor": "w", "shape": [8, 4], "format": "f32"}
-    place(plan, weight, *({"op": "rows", "source": read, "start": at, "stop": at + 4} for at in (0, 4)))
     at = "model.layers.1.self_attn.qkv_proj"
-    assert "rows start 0 stop 4" in printed(print_weights, plan, at)
-    assert "rows start 4 stop 8" in printed(lambda plan, name, out: print_weights(plan, name, out, rank=1), plan, at)
-    with pytest.raises(TapeoutError, match="--rank 2: the plan has 2 ranks, numbered from 0"):
-        print_weights(plan, at, rank=2)
-    plan["memory"]["comm"] = {"ranks": 2, "buffer_bytes": 64}
-    assert "Memory of each of 2 ranks" in printed(print_summary, plan)
+    weight = next(each for each in plan["weights"] if each["name"] == at)
+    source = {"op": "read", "tensor": "w", "shape": [8, 4], "format": "f32"}
+    place(plan, weight, *({"op": "rows", "source": source, "start": cut, "stop": cut + 4} for cut in (0, 4, 4)))
+    assert printed(print_weights, plan, at).split("\n")[1:] == [
+        "├── bytes 898,560 to 1,244,160 of the data in weights/rankR.safetensors, R = 0-2",
+        "├── axes: heads, hidden",
+        "├── rank 0",
+        "│   └── rows 0 to 4",
+        "│       └── read w 8×4 f32",
+        "└── ranks 1-2",
+        "    └── rows 4 to 8",
+        "        └── read w 8×4 f32",
+    ]
+    assert on_rank(plan, at, 0).endswith("└── rows 0 to 4\n    └── read w 8×4 f32")
+    assert "of the data in weights/rank2.safetensors" in on_rank(plan, at, 2)
+    for wrong in (3, -1):
+        expected = f"--rank {wrong}: there is no such rank; the plan has ranks 0 to 2"
+        with pytest.raises(TapeoutError, match=f"^{expected}$"):
+            print_weights(plan, at, rank=wrong)
+    with pytest.raises(TapeoutError, match=r"^--rank 1: there is no such rank; the plan has rank 0 alone$"):
+        print_weights(plan, "model.norm", rank=1)
+    plan["memory"]["comm"] = {"ranks": 3, "buffer_bytes": 64}
+    assert "Memory of each of 3 ranks" in printed(print_summary, plan)
+
+
+def test_experts_are_told_once() -> None:
+    plan = example_plan()
+    parts = [read(f"model.layers.3.mlp.experts.{n}.w1.weight", [8, 4], "bf16") for n in range(384)]
+    place(plan, plan["weights"][-1], pack({"op": "concat", "parts": parts}))
+    assert printed(print_weights, plan, "model.norm").endswith(
+        "└── lay out as tile16\n"
+        "    └── concatenate 384 parts, in this order\n"
+        "        └── 384 alike, # = 0-383: read model.layers.3.mlp.experts.#.w1.weight 8×4 bf16"
+    )
 
 
 def test_unknown_weight_names_close_ones() -> None:
