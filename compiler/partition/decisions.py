@@ -28,7 +28,7 @@ def _mesh(weights: Weights, program: RankProgram) -> Decision:
     others = ((name, _neighbour(weights, other, held)) for name, other in _neighbours(mesh).items())
     evidence = (
         ("all_reduce", len(reduces)),
-        ("bytes_a_row", sum(4 * op.width for op in reduces)),
+        ("values_a_row", sum(op.width for op in reduces)),
         ("padding_and_replication", round(weights.extra(mesh.count * held), 4)),
     )
     reason = f"topology asks for it; a rank has {pieces}{more}"
