@@ -23,9 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command()(args=words, prog_name="tapeout")
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
-    except KeyboardInterrupt as interrupt:
-        for note in getattr(interrupt, "__notes__", ()):
-            print(f"interrupted; {note}", file=sys.stderr)
+    except KeyboardInterrupt:
         return 130
     except (TapeoutError, OSError, ModuleNotFoundError) as error:
         print(f"error: {_sentence(error)}", file=sys.stderr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +39,17 @@ def _print_version(wanted: bool) -> None:
 
         print(f"tapeout {version('tapeout')}")
         raise typer.Exit
+
+
+@contextmanager
+def _interrupts_said() -> Generator[None]:
+    """Print what an interrupt says of what it left; typer ends the process without a word."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ()):
+            print(f"interrupted; {note}", file=sys.stderr)
+        raise
 
 
 @_app.callback()
@@ -79,7 +92,7 @@ def compile_(
 
     loaded = load_spec(spec, overrides or [])
     folder = output or Path("artifacts") / spec.stem
-    with terminal_progress() as progress:
+    with _interrupts_said(), terminal_progress() as progress:
         plan = compile_spec(
             loaded,
             folder,

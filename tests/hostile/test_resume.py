@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import small_model
+from dying import JOB_BYTES, Compile
 
 from tapeout.compiler import cli
 from tapeout.compiler.artifact import ArtifactWriter
@@ -24,31 +23,7 @@ from tapeout.compiler.emit.jobs import JOURNAL, Job, Journal, journal_state
 from tapeout.compiler.emit.pieces import PieceWriter
 from tapeout.runtime.errors import TapeoutError
 
-JOB_BYTES = 24_000
-COMPILE = """
-import os, signal, sys, time
-from tapeout.compiler.cli import main
-from tapeout.compiler.emit import jobs, pieces
-jobs.JOB_BYTES = 24_000
-pieces.TASK_BYTES = 4096
-pause, last, spec, out = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-write, append = pieces.PieceWriter.write, jobs.Journal.append
-
-def slowly(self, piece, hashed):
-    time.sleep(pause)
-    return write(self, piece, hashed)
-
-def until(self, result):
-    global last
-    append(self, result)
-    print(result.number, flush=True)
-    last -= 1
-    if last == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-pieces.PieceWriter.write, jobs.Journal.append = slowly, until
-sys.exit(main(["compile", spec, "-o", out, "--no-cache", *sys.argv[5:]]))
-"""
+KILLED = -signal.SIGKILL
 
 
 @pytest.fixture
@@ -72,17 +47,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def start(spec: Path, out: Path, *more: str, pause: float = 0.0, last: int = 0) -> subprocess.Popen[str]:
-    """Compile in a process of its own, which prints each job that it finished."""
-    words = [sys.executable, "-c", COMPILE, str(pause), str(last), str(spec), str(out), *more]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def kill(spec: Path, out: Path, after: int) -> set[int]:
+    """A compile that is killed after so many jobs, which one thread runs in order. Returns the jobs it began."""
+    return Compile(spec, out, "--jobs=1", after=after).end(KILLED)[0]
 
 
-def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[set[int], str]:
-    """The jobs that a process ran, and what it said."""
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, err
-    return {int(line) for line in out.splitlines() if line.isdigit()}, err
+def compiled(spec: Path, out: Path, *more: str) -> set[int]:
+    """A compile to the end. Returns the jobs that it ran."""
+    return Compile(spec, out, *more).end(0)[0]
 
 
 def left(tmp_path: Path) -> Path:
@@ -92,49 +64,38 @@ def left(tmp_path: Path) -> Path:
 
 
 def jobs_in(folder: Path) -> set[int]:
-    """The jobs that a journal says are finished."""
-    lines = [json.loads(line[9:]) for line in (folder / JOURNAL).read_text().splitlines()]
-    return {line["job"][0] for line in lines if "job" in line}
+    """The jobs that a journal says are finished; a torn last line says nothing."""
+    found = set[int]()
+    for line in (folder / JOURNAL).read_text().splitlines() if (folder / JOURNAL).exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            found |= {json.loads(line[9:])["job"][0]} if '"job"' in line else set()
+    return found
 
 
-def test_kill_at_any_moment_and_go_on(spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    out, rng, before, ran = tmp_path / "artifact", random.Random(0), set[int](), list[int]()
-    total = 0
-    for _ in range(40):
-        process = start(spec, out, pause=0.02)
-        assert process.stdout is not None
-        if not total:
-            process.stdout.readline()  # the first kill comes after a job, or there may be nothing to go on with
-        time.sleep(rng.uniform(0, 1.5))
-        process.send_signal(signal.SIGKILL)
-        numbers, _ = finished(process, process.wait())
-        ran += numbers
-        assert not numbers & before, "a finished job was done again"
-        if out.exists():
-            break
-        before |= jobs_in(left(tmp_path))
-        total += 1
-    else:
-        numbers, _ = finished(start(spec, out))
-        ran += numbers
-        assert not numbers & before
-    assert len(ran) == len(set(ran)) and total >= 2
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_at_any_moment_and_go_on(seed: int, spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+    out, rng, before, most = tmp_path / "artifact", random.Random(seed), set[int](), 0
+    while not out.exists():
+        again, _ = Compile(spec, out, call=rng.randint(1, 80)).end(0, KILLED)
+        assert not again & before, "a finished job was done again"
+        before = jobs_in(left(tmp_path)) if not out.exists() else set()
+        most = max(most, len(before))
+    assert most > 0
     assert contents(out) == expected
     assert not list(tmp_path.glob(".artifact*"))
 
 
 def test_what_is_left_is_said(spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    first, _ = finished(start(spec, tmp_path / "artifact", "--jobs=1", last=3), -signal.SIGKILL)
-    second, said = finished(start(spec, tmp_path / "artifact"))
-    assert first == {0, 1, 2} and min(second) == 3
-    line = next(line for line in said.splitlines() if line.startswith("weights: "))
-    assert " 0 reused, " in line and " KiB were there from before) in " in line
+    assert kill(spec, tmp_path / "artifact", 3) == {0, 1, 2}
+    again, said = Compile(spec, tmp_path / "artifact").end(0)
+    assert min(again) == 3
+    assert "weights: 490.6 KiB (0 reused, 32 built, 144.0 KiB were there from before) in " in said
     assert contents(tmp_path / "artifact") == expected
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_a_damaged_byte_is_written_again(damage: str, spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    finished(start(spec, tmp_path / "artifact", "--jobs=1", last=4), -signal.SIGKILL)
+    kill(spec, tmp_path / "artifact", 4)
     place = left(tmp_path) / "weights" / "rank1.safetensors"
     data = place.read_bytes()
     header = 8 + int.from_bytes(data[:8], "little")
@@ -144,8 +105,7 @@ def test_a_damaged_byte_is_written_again(damage: str, spec: Path, tmp_path: Path
         os.truncate(place, header + 99)
     else:
         place.unlink()
-    again, _ = finished(start(spec, tmp_path / "artifact"))
-    redone = again & {0, 1, 2, 3}
+    redone = compiled(spec, tmp_path / "artifact") & {0, 1, 2, 3}
     assert redone == ({0} if damage == "flipped" else {0, 1, 2, 3})
     assert contents(tmp_path / "artifact") == expected
 
@@ -154,57 +114,50 @@ def test_a_damaged_byte_is_written_again(damage: str, spec: Path, tmp_path: Path
 def test_a_torn_line_of_the_journal_ends_it(
     tail: bytes, spec: Path, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
-    finished(start(spec, tmp_path / "artifact", "--jobs=1", last=3), -signal.SIGKILL)
+    kill(spec, tmp_path / "artifact", 3)
     place = left(tmp_path) / JOURNAL
     lines = place.read_bytes().splitlines(keepends=True)
     assert len(lines) == 4  # the key, and three jobs
     place.write_bytes(b"".join(lines[:3]) + lines[3][:20] + tail)
-    again, _ = finished(start(spec, tmp_path / "artifact", last=4), -signal.SIGKILL)
-    assert 2 in again and not again & {0, 1}
-    again, _ = finished(start(spec, tmp_path / "artifact"))
-    assert not again & {0, 1, 2}
+    assert kill(spec, tmp_path / "artifact", 2) == {2, 3}
+    assert min(compiled(spec, tmp_path / "artifact")) == 4
     assert contents(tmp_path / "artifact") == expected
 
 
 def test_other_weights_start_afresh(spec: Path, tmp_path: Path) -> None:
-    finished(start(spec, tmp_path / "artifact", "--jobs=1", last=3), -signal.SIGKILL)
-    again, _ = finished(start(spec, tmp_path / "artifact", "--set", "quantization.default=q8_0"))
-    assert 0 in again and not list(tmp_path.glob(".artifact*"))
+    kill(spec, tmp_path / "artifact", 3)
+    assert 0 in compiled(spec, tmp_path / "artifact", "--set", "quantization.default=q8_0")
+    assert not list(tmp_path.glob(".artifact*"))
 
 
 def test_another_plan_of_the_same_weights_goes_on(spec: Path, tmp_path: Path) -> None:
     """Whatever else the folder held is not kept."""
     more = ["--set", "serving.max_sequences=2"]
-    finished(start(spec, tmp_path / "artifact", "--jobs=1", last=3), -signal.SIGKILL)
+    kill(spec, tmp_path / "artifact", 3)
     (left(tmp_path) / "kernels").mkdir(exist_ok=True)
     (left(tmp_path) / "kernels" / "old.so").write_text("")
     (left(tmp_path) / "old.json").write_text("")
-    again, _ = finished(start(spec, tmp_path / "artifact", *more))
-    assert min(again) == 3
-    finished(start(spec, tmp_path / "fresh", *more))
+    assert min(compiled(spec, tmp_path / "artifact", *more)) == 3
+    compiled(spec, tmp_path / "fresh", *more)
     assert contents(tmp_path / "artifact") == contents(tmp_path / "fresh")
 
 
 def test_a_changed_source_starts_afresh(spec: Path, tmp_path: Path) -> None:
-    finished(start(spec, tmp_path / "artifact", "--jobs=1", last=3), -signal.SIGKILL)
+    kill(spec, tmp_path / "artifact", 3)
     os.utime(tmp_path / "model" / "model.safetensors", ns=(1, 1))
-    again, _ = finished(start(spec, tmp_path / "artifact"))
-    assert 0 in again
+    assert 0 in compiled(spec, tmp_path / "artifact")
 
 
 def test_an_interrupt_says_how_to_go_on(spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
-    process = start(spec, tmp_path / "artifact", "--jobs=1", pause=0.05)
-    assert process.stdout is not None
-    first = {int(process.stdout.readline()) for _ in range(3)}
-    process.send_signal(signal.SIGINT)
-    rest, said = finished(process, 130)
+    first, said = Compile(spec, tmp_path / "artifact", "--jobs=1", after=3, kind=signal.SIGINT).end(130)
     folder = left(tmp_path)
-    count = len(first | rest)
+    done = jobs_in(folder)
+    assert {0, 1, 2} <= done <= first
     assert said.splitlines()[-1] == (
-        f"interrupted; {count} jobs are finished: the same command continues there, or remove {folder}"
+        f"interrupted; {len(done)} jobs are finished: the same command continues there, or remove {folder}"
     )
-    again, _ = finished(start(spec, tmp_path / "artifact"))
-    assert not again & (first | rest) and contents(tmp_path / "artifact") == expected
+    assert not compiled(spec, tmp_path / "artifact") & done
+    assert contents(tmp_path / "artifact") == expected
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
@@ -248,18 +201,26 @@ def test_an_error_of_the_source_leaves_nothing(spec: Path, tmp_path: Path, monke
     assert not list(tmp_path.glob(".artifact*"))
 
 
-def test_two_compiles_to_one_place_share_nothing(spec: Path, tmp_path: Path, expected: dict[str, bytes]) -> None:
+@pytest.mark.parametrize("refused", [0, 1])
+def test_two_compiles_to_one_place_share_nothing(
+    refused: int, spec: Path, tmp_path: Path, expected: dict[str, bytes]
+) -> None:
     """Only one takes over what a dead one left; the second to end is refused."""
-    out = tmp_path / "artifact"
-    finished(start(spec, out, "--jobs=1", last=3), -signal.SIGKILL)
-    both = [start(spec, out, pause=0.01) for _ in range(2)]
-    outputs = [process.communicate(timeout=300) for process in both]
-    codes = sorted(process.returncode for process in both)
-    assert codes == [0, 2]
-    lost = next(err for process, (_, err) in zip(both, outputs, strict=True) if process.returncode)
-    assert "another compilation has put an artifact there meanwhile" in lost or "the output folder exists" in lost
-    ran = sorted(min(int(line) for line in text.splitlines() if line.isdigit()) for text, _ in outputs)
-    assert ran == [0, 3]
+    out, gates = tmp_path / "artifact", [tmp_path / "first", tmp_path / "second"]
+    kill(spec, out, 3)
+    both: list[Compile] = []
+    for gate in gates:
+        both.append(Compile(spec, out, gate=gate))
+        both[-1].wait_for(gate.with_suffix(".reached"))
+    gates[1 - refused].touch()
+    ran = {1 - refused: both[1 - refused].end(0)[0]}
+    gates[refused].touch()
+    ran[refused], said = both[refused].end(2)
+    assert said.splitlines()[-1] in (
+        f"error: {out}: another compilation has put an artifact there meanwhile; choose another folder",
+        f"error: {out}: the output folder exists; choose another, or replace its artifact with --force",
+    )
+    assert min(ran[0]) == 3 and min(ran[1]) == 0
     assert contents(out) == expected and not list(tmp_path.glob(".artifact*"))
 
 
