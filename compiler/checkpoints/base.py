@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -102,6 +102,13 @@ class Checkpoint:
     def identity(self) -> tuple[FileIdentity, ...]:
         """Path, size, mtime and inode of each file, sorted by path: the key under which results may be cached."""
         return self.files
+
+    def only(self, names: Collection[str]) -> Checkpoint:
+        """These tensors and their files, without config and tokenizer: what may be sent to where weights are read."""
+        tensors = {name: self.tensors[name] for name in sorted(names)}
+        paths = {info.file for info in tensors.values()}
+        files = tuple(each for each in self.files if each.path in paths)
+        return Checkpoint(self.container, self.path, tensors, {}, files=files)
 
     @cached_property
     def _known(self) -> Mapping[Path, FileIdentity]:

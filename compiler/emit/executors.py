@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
-from tapeout.compiler.emit.jobs import Advance, Job, JobResult, JobWork
+from tapeout.compiler.cache import code_digest
+from tapeout.compiler.emit.jobs import Advance, Job, JobResult, JobWork, alone
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.pieces import Emission, PieceWriter
 from tapeout.compiler.emit.workers import default_jobs, run_tasks
@@ -104,14 +107,17 @@ def import_ray() -> Any:
 
 
 def _run_with(ray: Any, emission: Emission, jobs: Sequence[Job], advance: Advance, done: Done) -> None:
-    # What only planning reads stays here: metadata of a GGUF may be bound to its open file.
-    bare = replace(emission.checkpoint, config={}, generation_config={}, quantization={}, tokenizer_files={})
-    shared = ray.put(replace(emission, checkpoint=bare))
-    start = ray.remote(num_cpus=1)(_run_job)
-    waiting = {start.remote(shared, job): job for job in jobs}
+    start, queue = ray.remote(num_cpus=1)(_run_job), iter(jobs)
+    waiting: dict[Any, Job] = {}
     failures: dict[int, Exception] = {}
     try:
-        while waiting:
+        while True:
+            # two jobs a core, so that the next one is there when one ends
+            room = 0 if failures else 2 * int(ray.cluster_resources().get("CPU", 1)) - len(waiting)
+            for job in islice(queue, max(0, room)):
+                waiting[start.remote(*alone(emission, job), code_digest())] = job
+            if not waiting:
+                break
             (ready, *_), _ = ray.wait(list(waiting))
             job, found = waiting.pop(ready), ray.get(ready)
             if isinstance(found, JobResult):
@@ -119,9 +125,6 @@ def _run_with(ray: Any, emission: Emission, jobs: Sequence[Job], advance: Advanc
                 done(job, found)
             else:
                 failures[job.number] = found
-                for later in [ref for ref, each in waiting.items() if each.number > min(failures)]:
-                    del waiting[later]
-                    ray.cancel(later)
     finally:
         for ref in waiting:
             ray.cancel(ref)
@@ -129,11 +132,12 @@ def _run_with(ray: Any, emission: Emission, jobs: Sequence[Job], advance: Advanc
         raise failures[min(failures)]
 
 
-def _run_job(emission: Emission, job: Job) -> JobResult | Exception:
+def _run_job(emission: Emission, job: Job, code: str) -> JobResult | Exception:
     """A job from its first piece to its last, on a worker. What a user can cause comes back as it would be raised."""
     result: JobResult | None = None
     work = JobWork(emission, job, lambda _: None)
     try:
+        _check_worker(emission, code)
         native = load_native(Environment.read().cache / "emit")
         with PieceWriter(emission, native) as writer:
             for number in range(len(job.pieces)):
@@ -142,6 +146,21 @@ def _run_job(emission: Emission, job: Job) -> JobResult | Exception:
         return error
     assert result is not None, job.number
     return result
+
+
+def _check_worker(emission: Emission, code: str) -> None:
+    """Refuse a machine whose bytes would be others, or go elsewhere."""
+    if code_digest() != code:
+        raise TapeoutError(
+            f"ray: the worker {platform.node()} has another version of tapeout; install the same one on every machine"
+        )
+    files = [*emission.paths, *(each.path for each in emission.checkpoint.files)]
+    missing = next((path for path in files if not path.exists()), None)
+    if missing is not None:
+        raise TapeoutError(
+            f"{missing}: is not there on the worker {platform.node()}; the machines of a Ray cluster must share the "
+            f"file system of the source and of the output"
+        )
 
 
 EXECUTORS: dict[str, Callable[[int | None], Executor]] = {"threads": Threads, "ray": lambda workers: Ray()}

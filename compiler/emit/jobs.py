@@ -15,7 +15,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def cut_jobs(emission: Emission) -> Iterator[Job]:
     """The jobs of an emission, in order. A weight is cut only if it is more than two of them."""
     held: list[Piece] = []
     number = size = 0
-    for piece in cut_pieces(emission.entries, len(emission.header)):
+    for piece in cut_pieces(emission.entries, emission.data_start):
         if size >= JOB_BYTES and (piece.start == 0 or size >= 2 * JOB_BYTES):
             yield Job(number, tuple(held))
             number, size, held = number + 1, 0, []
@@ -62,6 +62,17 @@ def cut_jobs(emission: Emission) -> Iterator[Job]:
         size += emission.ranks * piece.nbytes
     if held:
         yield Job(number, tuple(held))
+
+
+def alone(emission: Emission, job: Job) -> tuple[Emission, Job]:
+    """The job, and as much of its emission as it needs: small, however large the plan and the checkpoint are."""
+    numbers = sorted({piece.entry for piece in job.pieces})
+    place = {number: at for at, number in enumerate(numbers)}
+    entries = tuple(emission.entries[number] for number in numbers)
+    names = {read.tensor for entry in entries for variant in entry.variants for read in variant.recipe.reads()}
+    keys = tuple(emission.keys[number] for number in numbers)
+    part = replace(emission, entries=entries, checkpoint=emission.checkpoint.only(names), keys=keys)
+    return part, Job(job.number, tuple(replace(piece, entry=place[piece.entry]) for piece in job.pieces))
 
 
 @dataclass(frozen=True)

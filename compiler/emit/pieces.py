@@ -177,13 +177,14 @@ def cut_pieces(entries: Sequence[WeightEntry], data_start: int) -> Iterator[Piec
 class Emission:
     """All that the bytes of the weights files follow from; plain values, which may travel to another machine.
 
-    ``keys`` are the cache keys of an entry's variants, ``reused`` the weights among them that exist, ``paths`` the
-    files, one a rank, which have their size already.
+    Entries lie from ``data_start`` on in files of ``nbytes`` each. ``keys`` are the cache keys of an entry's variants,
+    ``reused`` the weights among them that exist, ``paths`` the files, one a rank, which have their size already.
     """
 
     entries: tuple[WeightEntry, ...]
     checkpoint: Checkpoint
-    header: bytes
+    data_start: int
+    nbytes: int
     keys: tuple[tuple[str, ...], ...]
     paths: tuple[Path, ...] = ()
     reused: Mapping[str, CachedWeight] | None = None
@@ -192,12 +193,6 @@ class Emission:
     def ranks(self) -> int:
         """Ranks, and files."""
         return len(self.entries[0].recipes) if self.entries else 1
-
-    @property
-    def nbytes(self) -> int:
-        """Size of each file."""
-        last = self.entries[-1:]
-        return len(self.header) + sum(entry.offset + entry.nbytes for entry in last)
 
     def cached(self, entry: int, variant: int) -> CachedWeight | None:
         """Where the packed bytes of a weight exist already."""
@@ -274,7 +269,7 @@ class PieceWriter:
         assert all(at == [out.size for out in each] for each in outs.values()), piece
 
     def _copy(self, piece: Piece, cached: CachedWeight, outs: list[Bytes]) -> None:
-        start = len(self.emission.header) + self.emission.entries[piece.entry].offset
+        start = self.emission.data_start + self.emission.entries[piece.entry].offset
         for out, span in zip(outs, piece.spans, strict=True):
             done = 0
             while done < out.size:

@@ -59,14 +59,16 @@ def weights_header(entries: Sequence[WeightEntry]) -> bytes:
 def plan_emission(entries: Sequence[WeightEntry], checkpoint: Checkpoint) -> Emission:
     """What is to be written, without places."""
     keys = tuple(tuple(weight_key(variant.recipe, checkpoint) for variant in entry.variants) for entry in entries)
-    return Emission(tuple(entries), checkpoint, weights_header(entries), keys)
+    data_start = len(weights_header(entries))
+    nbytes = data_start + sum(entry.offset + entry.nbytes for entry in entries[-1:])
+    return Emission(tuple(entries), checkpoint, data_start, nbytes, keys)
 
 
 def emission_key(emission: Emission) -> str:
     """Digest of all that the bytes of all files, and their division into jobs, follow from; for one machine."""
     variants = [[variant.ranks for variant in entry.variants] for entry in emission.entries]
     jobs = [(len(job.pieces), job.nbytes) for job in cut_jobs(emission)]
-    text = json.dumps([code_digest(), emission.header.hex(), emission.keys, variants, jobs])
+    text = json.dumps([code_digest(), weights_header(emission.entries).hex(), emission.keys, variants, jobs])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -92,7 +94,7 @@ def emit_weights(
     emission = replace(emission, paths=tuple(paths))
     _open_files(emission)
     jobs, counter = list(cut_jobs(emission)), _Counter(emission.nbytes * len(paths), progress)
-    counter.advance(len(emission.header) * len(paths))
+    counter.advance(emission.data_start * len(paths))
     results = _finished(emission, jobs, journal, counter)
     continued = sum(jobs[number].nbytes for number in results)
     left = [job for job in jobs if job.number not in results]
@@ -131,13 +133,14 @@ class _Counter:
 
 def _open_files(emission: Emission) -> None:
     """Bring every file to its size, and write its header."""
+    header = weights_header(emission.entries)
     for path in emission.paths:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.truncate(fd, emission.nbytes)
             written = 0
-            while written < len(emission.header):
-                written += os.pwrite(fd, emission.header[written:], written)
+            while written < len(header):
+                written += os.pwrite(fd, header[written:], written)
         finally:
             os.close(fd)
 
@@ -204,7 +207,7 @@ def _report(
 ) -> EmissionReport:
     errors: dict[str, ConversionError] = {}
     spans: dict[str, CachedWeight] = {}
-    start, reused = len(emission.header), 0
+    start, reused = emission.data_start, 0
     for number, entry in enumerate(emission.entries):
         variant = next(at for at, each in enumerate(entry.variants) if rank in each.ranks)
         key = emission.keys[number][variant]
