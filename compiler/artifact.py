@@ -38,7 +38,7 @@ _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _NO_SUCH_RENAME = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_PASSING = (KeyboardInterrupt, OSError, WorkersLost)
+_PASSING = (KeyboardInterrupt, SystemExit, OSError, WorkersLost)  # Ray makes an exit of SIGTERM
 """After these the same compile may succeed, without a change of what it reads."""
 
 

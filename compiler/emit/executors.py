@@ -82,16 +82,37 @@ class Ray:
         started = not ray.is_initialized()
         try:
             if started:
-                ray.init(log_to_driver=False, logging_level="error")
+                _connect(ray)
             _run_with(ray, emission, jobs, advance, done)
-        except (ray.exceptions.RayError, ConnectionError) as error:
-            reason = str(error).strip().split("\n", maxsplit=1)[0]
+        except ray.exceptions.RayTaskError as error:
+            if "ModuleNotFoundError" not in str(error):
+                raise
+            lines = str(error).strip().splitlines()
             raise WorkersLost(
-                f"ray: the cluster failed ({reason}); start it again, and compile again with the same command"
+                f"ray: its workers cannot run jobs ({lines[-1]}); install tapeout on every machine of the cluster"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise WorkersLost(
+                f"ray: the cluster failed ({_first_line(error)}); start it again, and compile again with the same "
+                f"command"
             ) from error
         finally:
             if started:
                 ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError) as error:
+        raise WorkersLost(
+            f"ray: there is no cluster to connect to ({_first_line(error)}); start it, or unset RAY_ADDRESS for "
+            f"workers on this machine"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", maxsplit=1)[0].removesuffix(".")
 
 
 def import_ray() -> Any:

@@ -23,7 +23,9 @@ from tapeout.compiler.emit import jobs, pieces
 JOB_BYTES, PIECE_BYTES = 24_000, 4096
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["pytest", "tapeout.compiler.cli.app", "tapeout.compiler.driver", "tapeout.compiler.views"])
+_FORKS.set_forkserver_preload(
+    ["pytest", "tapeout.compiler.cli.app", "tapeout.compiler.driver", "tapeout.compiler.views"]
+)
 
 
 class Compile:

@@ -19,6 +19,7 @@ from dying import JOB_BYTES, Compile
 from tapeout.compiler import cli
 from tapeout.compiler.artifact import ArtifactWriter
 from tapeout.compiler.emit import jobs as jobs_module
+from tapeout.compiler.emit.executors import WorkersLost
 from tapeout.compiler.emit.jobs import JOURNAL, Job, Journal, journal_state
 from tapeout.compiler.emit.pieces import PieceWriter
 from tapeout.runtime.errors import TapeoutError
@@ -222,6 +223,15 @@ def test_two_compiles_to_one_place_share_nothing(
     )
     assert min(ran[0]) == 3 and min(ran[1]) == 0
     assert contents(out) == expected and not list(tmp_path.glob(".artifact*"))
+
+
+@pytest.mark.parametrize("error", [SystemExit(15), OSError(errno.EIO, os.strerror(errno.EIO)), WorkersLost("gone")])
+def test_what_may_pass_leaves_finished_jobs(error: BaseException, tmp_path: Path) -> None:
+    """An exit is what Ray makes of SIGTERM."""
+    with pytest.raises((SystemExit, TapeoutError)), ArtifactWriter(tmp_path / "artifact", emission="key") as first:
+        line_of_a_job(first)
+        raise error
+    assert journal_state(left(tmp_path)) == ("key", 1)
 
 
 def test_a_live_folder_is_not_taken_over(tmp_path: Path) -> None:
