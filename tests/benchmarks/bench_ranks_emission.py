@@ -1,13 +1,13 @@
 """A whole compile of a large checkpoint to several ranks beside `cp` of its files: GB/s of each, and peak memory.
 
-    python tests/benchmarks/emission.py [GB] [--ranks 8] [--experts N] [--reps 3] [--folder DIR]
+    python tests/benchmarks/bench_ranks_emission.py [GB] [--ranks 8] [--experts N] [--reps 3] [--folder DIR]
 
 Writes a checkpoint of random BF16 weights (layers of Mistral 7B; with --experts, of Mixtral 8x7B) in shards of 5 GB to
 a temporary folder in DIR and removes it in the end; at most it takes the source and one copy or artifact (which holds
 the embedding once a rank). Runs alternate. Each starts with the source out of the page cache, and its time ends when
 all that it wrote is on the disk: `compile` syncs its artifact itself, and `cp` is followed by `sync` of the copy. The
 build cache is off; kernels come from it, since a compile of any model builds the same ones. Reported rates count bytes
-read and bytes written; memory is the peak RSS of the compiling process.
+read and bytes written, ratios are of neighbouring runs; memory is the peak RSS of the compiling process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from peers import machine
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 8, 128, 32768
 SHARD_BYTES = 5_000_000_000
@@ -163,23 +165,23 @@ def bench(args: argparse.Namespace, folder: Path) -> None:
     spec.write_text(
         json.dumps({"model": {"source": str(source)}, "topology": topology, "serving": {"max_context": 512}})
     )
+    print(machine())
     print(f"source: {size / 1e9:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, {args.ranks} ranks")
     runs: dict[str, list[tuple[float, float, int, int]]] = {"cp": [], "compile": []}
     for number in range(args.reps):
         runs["cp"].append(copy(source, folder / "copy"))
         runs["compile"].append(compile_(spec, source, folder / "artifact"))
-        print(
-            f"run {number + 1}: " + ", ".join(f"{name} {each[-1][0]:.1f} s" for name, each in runs.items()), flush=True
-        )
-    rates: dict[str, float] = {}
+        times = ", ".join(f"{name} {each[-1][0]:.1f} s" for name, each in runs.items())
+        print(f"run {number + 1}: {times}, load average {os.getloadavg()[0]:.1f}", flush=True)
     print(f"{'':10}{'s':>8}{'CPU s':>8}{'GB written':>12}{'read GB/s':>11}{'written GB/s':>14}{'peak RSS MB':>13}")
     for name, found in runs.items():
         seconds, processor = (statistics.median(run[at] for run in found) for at in (0, 1))
         peak, written = max(run[2] for run in found), found[0][3]
-        rates[name] = written / seconds
         print(f"{name:10}{seconds:8.1f}{processor:8.1f}{written / 1e9:12.2f}{size / seconds / 1e9:11.3f}"
-              f"{rates[name] / 1e9:14.3f}{peak / 1e6:13.0f}")  # fmt: skip
-    print(f"written GB/s, compile to cp: {rates['compile'] / rates['cp']:.2f}")
+              f"{written / seconds / 1e9:14.3f}{peak / 1e6:13.0f}")  # fmt: skip
+    ratios = [ours[3] / ours[0] * theirs[0] / theirs[3] for theirs, ours in zip(*runs.values(), strict=True)]
+    listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"written GB/s, compile to cp: {listed}, median {statistics.median(ratios):.2f}")
 
 
 def main() -> None:

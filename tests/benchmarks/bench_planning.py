@@ -1,6 +1,6 @@
 """Time the planning of a checkpoint of 10^12 parameters: headers, each pass, the plan's JSON, and the whole process.
 
-    python tests/benchmarks/planning.py [--layers 61] [--shards 200] [--repeats 3] [--keep FOLDER]
+    python tests/benchmarks/bench_planning.py [--layers 61] [--shards 200] [--repeats 3] [--keep FOLDER]
 
 The checkpoint has the shape of Kimi-K2 with INT4 experts (compressed-tensors, groups of 32): some 208,000 tensors in
 sparse files of the true sizes, which take no disk; only headers and the ``weight_shape`` of each expert are written.
