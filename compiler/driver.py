@@ -12,7 +12,7 @@ from tapeout.compiler.cache import WeightCache
 from tapeout.compiler.checkpoints import Checkpoint, open_source, require_weights
 from tapeout.compiler.collector import collector_paused
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device, load_device, one_an_architecture
-from tapeout.compiler.emit.executors import EXECUTORS, Executor, import_ray
+from tapeout.compiler.emit.executors import Executor, make_executor
 from tapeout.compiler.emit.jobs import JOURNAL, Journal
 from tapeout.compiler.emit.native import Native, load_native
 from tapeout.compiler.emit.pieces import Emission, WeightEntry
@@ -54,12 +54,11 @@ def compile_spec(
     """Compile a spec to ``output`` and return the plan; the same input gives the same bytes.
 
     ``base`` is the folder that a relative ``model.source`` starts from. ``plan_only`` writes plan.json alone. ``memo``
-    keeps stages between compiles of one process. ``executor`` names who writes the weights (EXECUTORS); ``jobs`` are
-    the threads of ``threads``. Raises TapeoutError in one sentence; an artifact that was there stays.
+    keeps stages between compiles of one process. ``executor`` is who writes the weights (``make_executor``), with
+    ``jobs`` threads or workers. Raises TapeoutError in one sentence; an artifact that was there stays.
     """
     progress = progress or SilentProgress()
-    if executor == "ray":
-        import_ray()
+    workers = make_executor(executor, jobs)
     if not plan_only:
         check_target(output, force)
     device = load_device(spec.topology.device)
@@ -87,7 +86,6 @@ def compile_spec(
         kernels = pool.submit(_kernel_files, selected, device, spec.topology, kernels_at, builder, progress)
         tokenizer = build_tokenizer(checkpoint)
         plan = build_plan(spec, device, results, tokenizer.generation, tokenizer.decisions)
-        workers = EXECUTORS[executor](jobs)
         reports = _add_weights(writer, emission, native.result(), workers, weight_cache, progress)
         plan = add_errors(plan, [report.errors for report in reports])
         for name, data in {**kernels.result(), **tokenizer.files, "plan.json": canonical(plan)}.items():

@@ -69,8 +69,12 @@ class Recipe:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the expression; equal recipes have equal digests."""
-        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        """Digest of the expression, made of those of its inputs; equal recipes have equal digests."""
+        inputs = {
+            name: [each.digest for each in value] if isinstance(value, tuple) else value.digest
+            for name, value in self.named_inputs().items()
+        }
+        text = json.dumps({"op": self.op} | self.attributes() | inputs, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def reads(self) -> Iterator[Read]:

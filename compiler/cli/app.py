@@ -76,7 +76,7 @@ def compile_(
     force: Annotated[bool, typer.Option("--force", help="Replace the output folder if it exists.")] = False,
     jobs: Annotated[
         int | None,
-        typer.Option("--jobs", min=1, metavar="N", help="Threads that write weights; all cores if left out."),
+        typer.Option("--jobs", min=1, metavar="N", help="Threads or workers for weights; all cores if left out."),
     ] = None,
     executor: Annotated[
         Literal["threads", "ray"],

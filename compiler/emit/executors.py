@@ -44,7 +44,11 @@ class Threads:
     """Threads of this process, which take the pieces of all jobs in order; all cores if ``workers`` is left out."""
 
     workers: int | None = None
-    uses_cache: bool = True
+
+    @property
+    def uses_cache(self) -> bool:
+        """They share its disks."""
+        return True
 
     def run(self, emission: Emission, jobs: Sequence[Job], native: Native, advance: Advance, done: Done) -> None:
         """See ``Executor``."""
@@ -69,11 +73,16 @@ class Threads:
 class Ray:
     """Workers of a Ray cluster, a job and a core each: the one that ``RAY_ADDRESS`` names, else a local one.
 
-    Machines share the file system that holds the source and the output. Cached weights are not used: what the cache
-    knows of lies on one machine.
+    Machines share the file system that holds the source and the output. At most ``workers`` jobs run at a time; as many
+    as the cluster has cores if it is left out.
     """
 
-    uses_cache: bool = False
+    workers: int | None = None
+
+    @property
+    def uses_cache(self) -> bool:
+        """What the cache knows of lies on one machine."""
+        return False
 
     def run(self, emission: Emission, jobs: Sequence[Job], native: Native, advance: Advance, done: Done) -> None:
         """See ``Executor``. Raises WorkersLost when Ray cannot be reached or gives up on a job."""
@@ -83,7 +92,7 @@ class Ray:
         try:
             if started:
                 _connect(ray)
-            _run_with(ray, emission, jobs, advance, done)
+            _run_with(ray, emission, jobs, self.workers, advance, done)
         except ray.exceptions.RayTaskError as error:
             if "ModuleNotFoundError" not in str(error):
                 raise
@@ -127,15 +136,17 @@ def import_ray() -> Any:
     return ray
 
 
-def _run_with(ray: Any, emission: Emission, jobs: Sequence[Job], advance: Advance, done: Done) -> None:
+def _run_with(
+    ray: Any, emission: Emission, jobs: Sequence[Job], workers: int | None, advance: Advance, done: Done
+) -> None:
     start, queue = ray.remote(num_cpus=1)(_run_job), iter(jobs)
     waiting: dict[Any, Job] = {}
     failures: dict[int, Exception] = {}
     try:
         while True:
-            # two jobs a core, so that the next one is there when one ends
-            room = 0 if failures else 2 * int(ray.cluster_resources().get("CPU", 1)) - len(waiting)
-            for job in islice(queue, max(0, room)):
+            # two jobs a core, so that the next one is there when one ends; none after one that failed
+            most = workers or 2 * int(ray.cluster_resources().get("CPU", 1))
+            for job in islice(queue, 0 if failures else max(0, most - len(waiting))):
                 waiting[start.remote(*alone(emission, job), code_digest())] = job
             if not waiting:
                 break
@@ -184,4 +195,8 @@ def _check_worker(emission: Emission, code: str) -> None:
         )
 
 
-EXECUTORS: dict[str, Callable[[int | None], Executor]] = {"threads": Threads, "ray": lambda workers: Ray()}
+def make_executor(name: str, workers: int | None) -> Executor:
+    """The executor ``threads`` or ``ray``. Raises TapeoutError when a package that it needs is not installed."""
+    if name == "ray":
+        import_ray()
+    return {"threads": Threads, "ray": Ray}[name](workers)
