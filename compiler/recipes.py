@@ -238,7 +238,7 @@ class Concat(Recipe):
     @property
     def shape(self) -> tuple[int, ...]:
         """All rows of all parts."""
-        return (self._rows, *self.parts[0].shape[1:])
+        return (self.ends[-1], *self.parts[0].shape[1:])
 
     @property
     def format(self) -> str:
@@ -246,8 +246,9 @@ class Concat(Recipe):
         return self.parts[0].format
 
     @cached_property
-    def _rows(self) -> int:
-        return sum(part.shape[0] for part in self.parts)
+    def ends(self) -> tuple[int, ...]:
+        """The row after the last of each part, rising."""
+        return tuple(accumulate(part.shape[0] for part in self.parts))
 
 
 def joined(parts: Sequence[Recipe], groups: int = 1) -> Recipe:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -323,11 +324,10 @@ class Evaluator:
         k = source.shape[1] if len(source.shape) == 2 else 1
         return self.native.decode(source.format, self.rows(source, start, stop, errors), k)
 
-    def find_largest(self, recipes: Sequence[Recipe]) -> None:
-        """Look for the magnitudes that conversions inside these recipes need, all in one pass of its own."""
+    def find_largest(self, conversions: Sequence[Convert]) -> None:
+        """Look for the magnitudes that these conversions need, all in one pass of its own."""
         with self._largest_lock:
-            wanted = {each.digest: each for recipe in recipes for each in _under_largest(recipe)}
-            wanted = {digest: each for digest, each in wanted.items() if digest not in self._largest_of}
+            wanted = {each.digest: each for each in conversions if each.digest not in self._largest_of}
             sources = [each.source for each in wanted.values()]
             for rows, k in {each.shape for each in sources}:
                 alike = {digest: each.source for digest, each in wanted.items() if each.shape == (rows, k)}
@@ -363,12 +363,12 @@ class Evaluator:
         raise AssertionError(reason)
 
 
-def _under_largest(recipe: Recipe) -> Iterator[Convert]:
-    """The conversions that need the largest magnitude of what they convert."""
+def under_largest(recipe: Recipe) -> Iterator[Convert]:
+    """The conversions in a recipe that need the largest magnitude of what they convert."""
     if isinstance(recipe, Convert) and FORMATS[recipe.to].needs_largest and recipe.source.format != recipe.to:
         yield recipe
     for each in recipe.inputs:
-        yield from _under_largest(each)
+        yield from under_largest(each)
 
 
 def _padded_columns(recipe: PadColumns, rows: Bytes) -> Bytes:
@@ -431,10 +431,7 @@ def _source_of(recipe: Recipe, row: int) -> tuple[Recipe | None, int]:
 
 def _overlaps(recipe: Concat, start: int, stop: int) -> Iterator[tuple[Recipe, int, int]]:
     """The parts of a concatenation that hold rows [start, stop), with the range inside each."""
-    at = 0
-    for part in recipe.parts:
-        rows = part.shape[0]
-        first, last = max(start, at), min(stop, at + rows)
-        if first < last:
-            yield part, first - at, last - at
-        at += rows
+    for number in range(bisect_right(recipe.ends, start), bisect_left(recipe.ends, stop) + 1):
+        part, end = recipe.parts[number], recipe.ends[number]
+        at = end - part.shape[0]
+        yield part, max(start, at) - at, min(stop, end) - at

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tapeout.compiler.cache import CachedWeight
 from tapeout.compiler.checkpoints.base import Checkpoint
-from tapeout.compiler.emit.evaluate import STRIP_VALUES, ErrorSums, Evaluator, Sums, shared_digests
+from tapeout.compiler.emit.evaluate import STRIP_VALUES, ErrorSums, Evaluator, Sums, shared_digests, under_largest
 from tapeout.compiler.emit.native import Native
 from tapeout.compiler.emit.outputs import OutputFile, aligned
 from tapeout.compiler.emit.unpack import BY_COLUMNS
 from tapeout.compiler.formats import FORMATS
 from tapeout.compiler.formats.base import Bytes
 from tapeout.compiler.layouts import LAYOUTS, PAGE, Part, packed_bytes
-from tapeout.compiler.recipes import HalvesFromPairs, Pack, Recipe, TransposeGroups, Unpack
+from tapeout.compiler.recipes import Convert, HalvesFromPairs, Pack, Recipe, TransposeGroups, Unpack
 from tapeout.runtime.errors import TapeoutError
 
 TASK_BYTES = 4 << 20  # of one rank's file
@@ -65,6 +65,11 @@ class WeightEntry:
     def shared(self) -> frozenset[str]:
         """Digests of what several variants evaluate."""
         return shared_digests([variant.source for variant in self.variants])
+
+    @cached_property
+    def under_largest(self) -> tuple[Convert, ...]:
+        """The conversions that need the largest magnitude of what they convert."""
+        return tuple(each for variant in self.variants for each in under_largest(variant.source))
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -255,7 +260,7 @@ class PieceWriter:
         entry = self.emission.entries[piece.entry]
         k, parts = entry.matrix[1], entry.parts
         sources = {number: entry.variants[number].source for number in outs}
-        self.evaluator.find_largest(list(sources.values()))
+        self.evaluator.find_largest(entry.under_largest)
         at = [0] * len(parts)
         for start in range(piece.start, piece.stop, entry.strip):
             stop = min(start + entry.strip, piece.stop)
