@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import subprocess
@@ -97,6 +98,21 @@ def test_an_error_is_that_of_threads(tmp_path: Path, capsys: pytest.CaptureFixtu
         "is damaged or the model was saved after it diverged"
     )
     assert not list(tmp_path.glob(".artifact*"))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_workers_without_tapeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of a module that they cannot import."""
+    (tmp_path / "absent.py").write_text("def run_job(*arguments): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(executors, "_run_job", importlib.import_module("absent").run_job)
+    assert compiled(write_spec(tmp_path), tmp_path / "artifact", "--executor", "ray") == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "error: ray: its workers cannot run jobs (ModuleNotFoundError: No module named 'absent'); install tapeout on "
+        "every machine of the cluster"
+    )
 
 
 @pytest.mark.usefixtures("small_jobs")
