@@ -15,7 +15,16 @@ from types import TracebackType
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.ranks.environment import Place
 from tapeout.runtime.ranks.meeting import Host, ask_for_segment
-from tapeout.runtime.ranks.segment import PATIENCE_S, TICK, RankError, Reason, Segment, State, Watch
+from tapeout.runtime.ranks.segment import (
+    PATIENCE_S,
+    TICK,
+    RankError,
+    Reason,
+    Segment,
+    State,
+    Watch,
+    process_state,
+)
 
 JOIN_S = 60.0  # for how long ranks wait for one that has not started
 _POLL_S = 0.005
@@ -43,6 +52,8 @@ class Member:
     def arrive(self, digest: bytes) -> None:
         """Show up with the digest of what this rank opened, and begin to watch and to be watched."""
         C.memmove(self._own.digest, digest, len(digest))
+        self._own.pid = os.getpid()
+        _, self._own.born = process_state(os.getpid())
         self._own.state = State.HERE
         self._heart.start()
 

@@ -159,8 +159,9 @@ def test_a_rank_that_leaves_before_it_is_ready_ends_the_run(library: Path) -> No
     assert said == "rank 2 left while other ranks were still waiting for it, and they were ended"
 
 
-def test_the_leader_may_pause_and_its_end_is_the_runs(library: Path) -> None:
-    with start(library, 2, "lead") as ranks:
+@pytest.mark.parametrize("program", ["lead", "think"])
+def test_the_leader_may_pause_and_its_end_is_the_runs(library: Path, program: str) -> None:
+    with start(library, 2, program) as ranks:
         assert ranks.wait() == 0
 
 
