@@ -44,7 +44,7 @@ class Member:
         self.supervised = place.parent is not None
         """Whether Tapeout started this process and reports errors of the run, so that this process need not."""
         self._own = segment.shared.rank[self.rank]
-        if self._own.state != State.ABSENT:
+        if self._own.state != State.ABSENT or not segment.claim(self.rank):
             raise TapeoutError(f"two processes say that they are rank {self.rank}; every rank is one process")
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="tapeout-heartbeat", daemon=True)

@@ -145,6 +145,14 @@ class Segment:
         """How many ranks it is for."""
         return int(self.shared.ranks)
 
+    def claim(self, rank: int) -> bool:
+        """Whether no other process has claimed a rank: a lock of one byte, which ends with its process."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        return True
+
     def touch(self, rank: int) -> None:
         """Write a rank's buffers once, so that no collective waits for the system to find memory."""
         each, data = int(self.shared.buffer_bytes), self.address + int(self.shared.data)
