@@ -74,7 +74,7 @@ def _run(argv: Sequence[str]) -> int:
         "--stop", action="append", default=[], metavar="TEXT", help="end when this text appears; may be repeated"
     )
     options = parser.parse_args(argv)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read_prompt() if options.prompt == "-" else options.prompt
     ranks = _ranks(options)
     if ranks:
         return _start(ranks, ["run", *argv], prompt if options.prompt == "-" else None)
@@ -84,6 +84,19 @@ def _run(argv: Sequence[str]) -> int:
     with load(options.artifact, threads=options.threads, target=options.target, device=options.device) as model:
         ids = _prompt_ids(model, prompt, options)
         return _generate(model, ids, options)
+
+
+def _read_prompt() -> str:
+    """Standard input. Raises TapeoutError under launchers that hand it to one rank, or to none."""
+    from tapeout.runtime.model import rank_place
+
+    place = rank_place()
+    if place and place.parent is None and not place.job.startswith("srun/"):
+        raise TapeoutError(
+            f"--prompt=- needs a standard input for every rank, which {place.job.partition('/')[0]} does not give; put "
+            "the text behind --prompt, or let `tapeout run` start the ranks"
+        )
+    return sys.stdin.read()
 
 
 def _told_by_parent(error: TapeoutError) -> bool:

@@ -90,7 +90,7 @@ class RankProgram:
     def _other(self, op: Op) -> None:
         """What every rank does on its own: on whole values, or on its heads and channels where these are split."""
         split = op.kind in FOLLOWS and all(self.kinds[name] == "split" for name in op.inputs)
-        if split and not (op.kind == "rmsnorm" and op.integer("group") == op.width):
+        if split and not (op.kind == "rmsnorm" and self.slots[op.weights[0]].axes != ("head_dim",)):
             whole = self.by_name[op.inputs[0]].width
             return self._emit(op, "split", self.widths[op.inputs[0]] * op.width // whole, op.inputs)
         return self._emit(op, "whole", op.width, tuple(self._need(name) for name in op.inputs))

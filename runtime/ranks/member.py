@@ -15,7 +15,16 @@ from types import TracebackType
 from tapeout.runtime.errors import TapeoutError
 from tapeout.runtime.ranks.environment import Place
 from tapeout.runtime.ranks.meeting import Host, ask_for_segment
-from tapeout.runtime.ranks.segment import PATIENCE_S, TICK, RankError, Reason, Segment, State, Watch
+from tapeout.runtime.ranks.segment import (
+    PATIENCE_S,
+    TICK,
+    RankError,
+    Reason,
+    Segment,
+    State,
+    Watch,
+    process_state,
+)
 
 JOIN_S = 60.0  # for how long ranks wait for one that has not started
 _POLL_S = 0.005
@@ -35,7 +44,7 @@ class Member:
         self.supervised = place.parent is not None
         """Whether Tapeout started this process and reports errors of the run, so that this process need not."""
         self._own = segment.shared.rank[self.rank]
-        if self._own.state != State.ABSENT:
+        if self._own.state != State.ABSENT or not segment.claim(self.rank):
             raise TapeoutError(f"two processes say that they are rank {self.rank}; every rank is one process")
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="tapeout-heartbeat", daemon=True)
@@ -43,6 +52,8 @@ class Member:
     def arrive(self, digest: bytes) -> None:
         """Show up with the digest of what this rank opened, and begin to watch and to be watched."""
         C.memmove(self._own.digest, digest, len(digest))
+        self._own.pid = os.getpid()
+        _, self._own.born = process_state(os.getpid())
         self._own.state = State.HERE
         self._heart.start()
 

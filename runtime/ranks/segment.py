@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 """For how long the others may wait for a rank in a collective. One that was killed or stopped is noticed by its
 silence; this is for one that lives and does not come. It must exceed the longest layer: all of 8,192 rows may choose
 experts of one rank, while the others have nothing to do."""
-_MAGIC, _VERSION, _BLOCK = 0x4B4E5254, 1, 1024
+_MAGIC, _VERSION, _BLOCK = 0x4B4E5254, 2, 1024
 
 
 class RankError(TapeoutError):
@@ -63,9 +63,11 @@ class _Rank(C.Structure):
         ("state", C.c_uint32),
         ("beats", C.c_uint32),
         ("ready", C.c_uint32),
+        ("pid", C.c_uint32),
+        ("born", C.c_uint64),  # in clock ticks: another process may get the number
         ("digest", C.c_uint8 * 32),
         ("message", C.c_uint8 * 512),
-        ("_rest", C.c_char * (_BLOCK - 64 - 12 - 32 - 512)),
+        ("_rest", C.c_char * (_BLOCK - 64 - 24 - 32 - 512)),
     )
 
 
@@ -143,6 +145,14 @@ class Segment:
         """How many ranks it is for."""
         return int(self.shared.ranks)
 
+    def claim(self, rank: int) -> bool:
+        """Whether no other process has claimed a rank: a lock of one byte, which ends with its process."""
+        try:
+            fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return False
+        return True
+
     def touch(self, rank: int) -> None:
         """Write a rank's buffers once, so that no collective waits for the system to find memory."""
         each, data = int(self.shared.buffer_bytes), self.address + int(self.shared.data)
@@ -196,8 +206,18 @@ class Segment:
         self.fd = -1
 
 
+def process_state(pid: int) -> tuple[str, int]:
+    """What a process does ("T" if it is stopped; proc_pid_stat(5)), and when it was born; ("", 0) for none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0].decode(), int(fields[19])
+
+
 class Watch:
-    """Notices ranks that have stopped beating. Counts its own looks, so a machine that stood still blames nobody."""
+    """Notices ranks that are dead or stopped. Counts its own looks, so a machine that stood still blames nobody."""
 
     def __init__(self, segment: Segment, own: int | None = None) -> None:
         self._segment = segment
@@ -212,5 +232,9 @@ class Watch:
             beats = int(block.beats)
             quiet = beats == self._beats[rank] and block.state in (State.HERE, State.IDLE)
             self._beats[rank], self._silent[rank] = beats, self._silent[rank] + 1 if quiet else 0
-            if self._silent[rank] >= SILENCE_TICKS:
+            if self._silent[rank] < SILENCE_TICKS:
+                continue
+            state, born = process_state(int(block.pid))
+            if born != block.born or state in ("", "T", "t", "Z", "X"):
                 self._segment.end(Reason.SILENT, rank)
+            self._silent[rank] = 0  # its interpreter is busy: a long call keeps the thread that beats from running

@@ -101,6 +101,11 @@ def test_what_every_rank_finds_is_said_once(artifact: Path) -> None:
     [
         ({"WORLD_SIZE": "2"}, "the environment variable RANK is missing; who starts ranks sets it to a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE is 2; ranks are numbered from 0 to 1"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "--prompt=- needs a standard input for every rank, which torchrun does not give; put the text behind "
+            "--prompt, or let `tapeout run` start the ranks",
+        ),
     ],
 )
 def test_a_launcher_that_contradicts_itself_ends_in_a_sentence(

@@ -85,6 +85,14 @@ def lead(rank: Rank) -> None:
     step(rank, 2)
 
 
+def think(rank: Rank) -> None:
+    """The interpreter of rank 0 is busy for longer than ranks may be silent, before a step and after it."""
+    for turn in range(2):
+        if rank.rank == 0:
+            C.PyDLL(None).sleep(4)  # holds the lock of the interpreter
+        step(rank, turn)
+
+
 def hang(rank: Rank) -> None:
     """The last rank hangs; its heart beats on."""
     while rank.rank == 0:
@@ -112,7 +120,7 @@ def crash(rank: Rank) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Rank], None]] = {
-    program.__name__: program for program in (loop, some, lead, hang, fail, crash)
+    program.__name__: program for program in (loop, some, lead, think, hang, fail, crash)
 }
 
 

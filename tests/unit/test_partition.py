@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
-from tiny import compile_tiny
+from tiny import CONFIG, checkpoint, compile_tiny
 
 from tapeout.compiler.partition.axes import Cut
 from tapeout.compiler.partition.heads import Steps, heads_over
 from tapeout.compiler.spec import Quantization, Rule, Topology
-from tapeout.compiler.stages import MemoryPlan, ShardedModel
+from tapeout.compiler.stages import MemoryPlan, SelectedModel, ShardedModel
 
 ZEROS = -1
 
@@ -41,6 +43,29 @@ def test_every_head_is_on_one_rank_beside_the_key_head_it_reads(steps: Steps, co
                 assert head == ZEROS or key[index // share] == head // group, case
             found += [head for head in query if head != ZEROS]
         assert sorted(found) == list(range(heads)), case
+
+
+QWEN3: Mapping[str, Any] = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_exchange_sums_and_logits_alone(count: int) -> None:
+    """Also where a model has one key head, whose norm is as wide as all of them."""
+    graph = compile_tiny(checkpoint(config=QWEN3), topology=Topology(count=count)).get(ShardedModel).graph
+    kinds = [op.kind for op in graph.ops if op.kind.startswith("all_")]
+    assert kinds == ["all_reduce"] * 2 * CONFIG["num_hidden_layers"] + ["all_gather"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_split_does_not_round_what_one_rank_does_not(count: int) -> None:
+    """Inputs of the logits and of q, k and v have two 8-bit terms."""
+    selected = compile_tiny(quantization=Quantization(default="q8_0"), topology=Topology(count=count)).get(
+        SelectedModel
+    )
+    launches = {launch.op: dict(launch.args) for program in selected.programs for launch in program.launches}
+    terms = {op: args["terms"] for op, args in launches.items() if "terms" in args and "w" in args}
+    fine = {op for op, number in terms.items() if number == 2}
+    assert fine == {op for op in terms if op == "lm_head" or op.endswith("qkv_proj")} and "lm_head" in fine
 
 
 @pytest.mark.parametrize("format", ["bf16", "q8_0", "nvfp4"])

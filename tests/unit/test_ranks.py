@@ -19,7 +19,7 @@ import rank_programs
 from native_engine import supported
 
 from tapeout.runtime.errors import TapeoutError
-from tapeout.runtime.ranks import Place, RankError, Ranks, read_place, start_ranks
+from tapeout.runtime.ranks import Member, Place, RankError, Ranks, Segment, read_place, start_ranks
 
 LIMIT_S = 5.0
 PROGRAM = rank_programs.__file__
@@ -159,8 +159,9 @@ def test_a_rank_that_leaves_before_it_is_ready_ends_the_run(library: Path) -> No
     assert said == "rank 2 left while other ranks were still waiting for it, and they were ended"
 
 
-def test_the_leader_may_pause_and_its_end_is_the_runs(library: Path) -> None:
-    with start(library, 2, "lead") as ranks:
+@pytest.mark.parametrize("program", ["lead", "think"])
+def test_the_leader_may_pause_and_its_end_is_the_runs(library: Path, program: str) -> None:
+    with start(library, 2, program) as ranks:
         assert ranks.wait() == 0
 
 
@@ -261,6 +262,25 @@ def test_two_processes_of_one_rank_are_refused(library: Path) -> None:
     assert {code for code, _, _ in results} == {2}
     said = "error: two processes say that they are rank 1; every rank is one process\n"
     assert {error for _, _, error in results} == {said}
+
+
+def test_a_rank_is_claimed_once_however_close_two_processes_are() -> None:
+    segment = Segment.create(2, 4096)
+    code = f"""
+from tapeout.runtime.ranks import Segment
+segment = Segment({segment.fd})
+print(segment.claim(1), flush=True)
+input()
+"""
+    words, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, pass_fds=(segment.fd,)) as other:
+        assert other.stdout and other.stdout.readline() == "True\n"
+        with pytest.raises(TapeoutError, match="two processes say that they are rank 1; every rank is one process"):
+            Member(Place(1, 2, ""), segment)
+        assert segment.claim(0)
+        other.communicate("\n")
+    assert segment.claim(1)
+    segment.close()
 
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
