@@ -108,6 +108,8 @@ OP_KINDS: Mapping[str, OpKind] = {
     # as `route`, with the experts that a table [vocab * top_k] names for the row's token
     "route_by_token": _kind(1, (1, 1), "top_k", "score", "normalize", "scale"),
 }
+COLLECTIVES = frozenset(("all_reduce", "all_gather"))
+"""The ops in which ranks exchange values; their kernels are called as they are."""
 
 
 @dataclass(frozen=True)

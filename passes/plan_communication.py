@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from tapeout.compiler.devices import CudaDevice, Device
+from tapeout.compiler.ir import COLLECTIVES
 from tapeout.compiler.kernels import collective
 from tapeout.compiler.lowering.buckets import cpu_buckets, cuda_buckets
 from tapeout.compiler.spec import Link, Serving, Topology
 from tapeout.compiler.stages import Collective, CommunicationPlan, Decision, Exchange, FusedModel
 from tapeout.runtime.errors import TapeoutError
 
-COLLECTIVES = ("all_reduce", "all_gather")
 GPU_VALUE, CPU_VALUE = 2, 4  # bytes of a value that GPUs (bf16) and CPUs (float32) exchange
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from tapeout.compiler.devices import CpuDevice, CudaDevice, Device
+from tapeout.compiler.ir import COLLECTIVES
 from tapeout.compiler.layouts import LINE, PAGE, PLANE, plan_offsets
 from tapeout.compiler.spec import Serving, Topology
 from tapeout.compiler.stages import (
@@ -25,7 +26,6 @@ from tapeout.compiler.stages import (
 from tapeout.runtime.backend import FLOAT_BYTES
 from tapeout.runtime.errors import TapeoutError
 
-COLLECTIVES = frozenset(("all_reduce", "all_gather"))
 SCRATCH = 256 * 1024  # TP_SCRATCH of tapeout_cpu.h, a thread
 GIB = 2**30
 

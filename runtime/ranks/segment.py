@@ -19,10 +19,10 @@ from tapeout.runtime.errors import TapeoutError
 MOST_RANKS = 64
 TICK = 0.1  # seconds between two looks at the others
 SILENCE_TICKS = 25  # without a sign of life, until a rank counts as dead or stopped
+ASLEEP_TICKS = 40  # in which no thread of a rank works although others wait for it, until it counts as stuck
 PATIENCE_S = 60.0
-"""For how long the others may wait for a rank in a collective. One that was killed or stopped is noticed by its
-silence; this is for one that lives and does not come. It must exceed the longest layer: all of 8,192 rows may choose
-experts of one rank, while the others have nothing to do."""
+"""For how long the others may wait in a collective for a rank that works. It must exceed the longest layer: all of
+8,192 rows may choose experts of one rank, while the others have nothing to do."""
 _MAGIC, _VERSION, _BLOCK = 0x4B4E5254, 2, 1024
 
 
@@ -50,6 +50,7 @@ class Reason(IntEnum):
     FAILED = 5
     ABSENT = 6
     REFUSED = 7
+    ASLEEP = 8
 
 
 class _Rank(C.Structure):
@@ -187,6 +188,8 @@ class Segment:
             "stopped, and the other ranks were ended",
             Reason.LATE: f"rank {rank} is stuck: the others have waited {patience:g} s for it in a collective, and "
             "were ended",
+            Reason.ASLEEP: f"rank {rank} is stuck: it has done nothing for {ASLEEP_TICKS * TICK:g} s, in which the "
+            "others waited for it in a collective, and they were ended",
             Reason.LEFT: f"rank {rank} left while other ranks were still waiting for it, and they were ended",
             Reason.DIFFERS: f"rank {rank} runs another step than the ranks before it; all ranks must be given the same "
             "tokens in the same order",
@@ -216,25 +219,59 @@ def process_state(pid: int) -> tuple[str, int]:
     return fields[0].decode(), int(fields[19])
 
 
+def is_working(pid: int) -> bool:
+    """Whether a thread of a process runs, waits for a core or for a disk; also where the system does not say."""
+    try:
+        for task in os.scandir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError), open(f"{task.path}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] in (b"R", b"D"):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
 class Watch:
-    """Notices ranks that are dead or stopped. Counts its own looks, so a machine that stood still blames nobody."""
+    """Notices ranks that are dead, stopped or stuck. Counts its own looks: a machine that stood still blames nobody."""
 
     def __init__(self, segment: Segment, own: int | None = None) -> None:
         self._segment = segment
         self._others = [rank for rank in range(segment.ranks) if rank != own]
         self._beats = dict.fromkeys(self._others, 0)
         self._silent = dict.fromkeys(self._others, 0)
+        self._arrived = dict.fromkeys(self._others, 0)
+        self._asleep = dict.fromkeys(self._others, 0)
 
     def look(self) -> None:
         """To be called every tick."""
         for rank in self._others:
-            block = self._segment.shared.rank[rank]
-            beats = int(block.beats)
-            quiet = beats == self._beats[rank] and block.state in (State.HERE, State.IDLE)
-            self._beats[rank], self._silent[rank] = beats, self._silent[rank] + 1 if quiet else 0
-            if self._silent[rank] < SILENCE_TICKS:
-                continue
-            state, born = process_state(int(block.pid))
-            if born != block.born or state in ("", "T", "t", "Z", "X"):
-                self._segment.end(Reason.SILENT, rank)
-            self._silent[rank] = 0  # its interpreter is busy: a long call keeps the thread that beats from running
+            self._look_for_beats(rank)
+            self._look_for_work(rank)
+
+    def _look_for_beats(self, rank: int) -> None:
+        block = self._segment.shared.rank[rank]
+        beats = int(block.beats)
+        quiet = beats == self._beats[rank] and block.state in (State.HERE, State.IDLE)
+        self._beats[rank], self._silent[rank] = beats, self._silent[rank] + 1 if quiet else 0
+        if self._silent[rank] < SILENCE_TICKS:
+            return
+        state, born = process_state(int(block.pid))
+        if born != block.born or state in ("", "T", "t", "Z", "X"):
+            self._segment.end(Reason.SILENT, rank)
+        self._silent[rank] = 0  # its interpreter is busy: a long call keeps the thread that beats from running
+
+    def _look_for_work(self, rank: int) -> None:
+        block = self._segment.shared.rank[rank]
+        arrived = int(block.arrived)
+        awaited = block.state == State.HERE and any(
+            0 < (int(other.arrived) - arrived) & 0xFFFFFFFF < 1 << 31
+            for other in self._segment.shared.rank[: self._segment.ranks]
+        )
+        if not awaited or arrived != self._arrived[rank]:
+            self._arrived[rank], self._asleep[rank] = arrived, 0
+        elif is_working(int(block.pid)):
+            self._asleep[rank] = max(0, self._asleep[rank] - 3)  # or it was the thread that beats
+        else:
+            self._asleep[rank] += 1
+            if self._asleep[rank] >= ASLEEP_TICKS:
+                self._segment.end(Reason.ASLEEP, rank)

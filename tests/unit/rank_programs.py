@@ -102,6 +102,23 @@ def hang(rank: Rank) -> None:
         pass
 
 
+def doze(rank: Rank) -> None:
+    """The last rank sleeps where the others wait for it."""
+    step(rank, 0)
+    if rank.rank == rank.count - 1:
+        time.sleep(60)
+    step(rank, 1)
+
+
+def toil(rank: Rank) -> None:
+    """The last rank has to work for longer than it may sleep."""
+    step(rank, 0)
+    since = time.monotonic()
+    while rank.rank == rank.count - 1 and time.monotonic() < since + 5:
+        pass
+    step(rank, 1)
+
+
 def fail(rank: Rank) -> None:
     """Rank 1 raises in mid-run."""
     step(rank, 0)
@@ -120,7 +137,7 @@ def crash(rank: Rank) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Rank], None]] = {
-    program.__name__: program for program in (loop, some, lead, think, hang, fail, crash)
+    program.__name__: program for program in (loop, some, lead, think, hang, doze, toil, fail, crash)
 }
 
 

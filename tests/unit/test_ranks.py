@@ -55,8 +55,8 @@ def command(library: Path, program: str, *words: str) -> list[str]:
     return [sys.executable, PROGRAM, program, str(library), *words]
 
 
-def start(library: Path, count: int, program: str, *words: str) -> Ranks:
-    return start_ranks(count, command(library, program, *words), rank_programs.BUFFER_BYTES, patience_s=1.0)
+def start(library: Path, count: int, program: str, *words: str, patience_s: float = 1.0) -> Ranks:
+    return start_ranks(count, command(library, program, *words), rank_programs.BUFFER_BYTES, patience_s=patience_s)
 
 
 def started(library: Path, count: int, program: str) -> Ranks:
@@ -151,6 +151,17 @@ def test_a_run_stopped_as_a_whole_goes_on(library: Path) -> None:
 def test_a_rank_that_hangs_or_fails_is_named(library: Path, program: str, said: str) -> None:
     with start(library, 2, program) as ranks:
         assert ended(ranks, time.monotonic() + 2) == said  # processes take a while to start
+
+
+def test_a_rank_that_does_nothing_is_stuck_and_one_that_works_is_not(library: Path) -> None:
+    with start(library, 3, "doze", patience_s=60) as ranks:
+        said = ended(ranks, time.monotonic() + 2)
+    assert said == (
+        "rank 2 is stuck: it has done nothing for 4 s, in which the others waited for it in a collective, and they "
+        "were ended"
+    )
+    with start(library, 2, "toil", patience_s=60) as ranks:
+        assert ranks.wait() == 0
 
 
 def test_a_rank_that_leaves_before_it_is_ready_ends_the_run(library: Path) -> None:
