@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import resource
-import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,14 +49,9 @@ def test_real_models_read_as_gguf_reads_them(model: str, request: pytest.Fixture
 
 
 @pytest.mark.models
-def test_a_large_vocabulary_costs_little_to_pass_over(gemma3_gguf: Path) -> None:
-    took: list[float] = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        checkpoint = open_checkpoint(gemma3_gguf)
-        took.append(time.perf_counter() - begin)
-    assert len(checkpoint.config["tokenizer.ggml.tokens"]) == 262144
-    assert min(took) < 0.15
+def test_a_large_vocabulary_is_passed_over(gemma3_gguf: Path) -> None:
+    tokens = open_checkpoint(gemma3_gguf).config["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, LazyArray) and len(tokens) == 262144
 
 
 def write_gguf(path: Path, names: list[str]) -> Path:
