@@ -12,7 +12,7 @@ demo: install-demo
 	$(BIN)/tapeout run $(DEMO) --chat --prompt "$(PROMPT)"
 
 test: install-test lint
-	$(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --dist worksteal # one more than cores, since some tests wait
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # on a machine with an NVIDIA GPU: kernels, whole models, compute-sanitizer; tests skip what they do not find
 test-gpu: install-test $(VENV)/.gpu
