@@ -7,6 +7,7 @@ name. Comments, formatting, paths and the rest of a module are left out, so a ne
 from __future__ import annotations
 
 import ast
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tapeout.runtime.errors import TapeoutError
 
 PACKAGE = "tapeout.compiler.kernels.cuda"
 FOLDER = Path(__file__).parent
+_PARSER = threading.Lock()
+"""CPython 3.11 counts the depth of trees for all threads together, and raises SystemError when two parse at once."""
 
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.Import | ast.ImportFrom
 
@@ -41,7 +44,8 @@ def triton_content(source: str, folder: Path = FOLDER) -> str:
 def _definitions(module: str, folder: Path) -> dict[str, Definition]:
     path = folder / f"{module}.py"
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        with _PARSER:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise TapeoutError(f"no module of Triton kernels is called {module}") from None
     names: dict[str, Definition] = {}
