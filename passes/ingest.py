@@ -21,6 +21,8 @@ from tapeout.compiler.stages import Decision, LogicalModel, check_rule
 from tapeout.runtime.errors import TapeoutError
 
 _SHOWN = 8  # keys that differ
+# what a config is believed without tensors that bear it out: far above any real model, and quickly planned
+_MOST_LAYERS, _MOST_CHANNELS = 1024, 1 << 16
 
 
 def ingest(model: Model, checkpoint: Checkpoint) -> LogicalModel:
@@ -134,10 +136,10 @@ def _stated_layers(checkpoint: Checkpoint) -> int:
 def _check_scale(checkpoint: Checkpoint, layers: int, head_dim: int = 0) -> None:
     """A config far beyond its tensors, or any that there are, is refused before a program of its size is built."""
     bare = checkpoint.container == CONFIG
-    if layers > (1024 if bare else len(checkpoint.tensors)):
-        raise _unbelievable(checkpoint, f"{layers} layers", 1024)
-    if head_dim and head_dim > (1 << 16 if bare else _extent(checkpoint)):
-        raise _unbelievable(checkpoint, f"{head_dim} channels a head", 1 << 16)
+    if layers > (_MOST_LAYERS if bare else len(checkpoint.tensors)):
+        raise _unbelievable(checkpoint, f"{layers} layers", _MOST_LAYERS)
+    if head_dim and head_dim > (_MOST_CHANNELS if bare else _extent(checkpoint)):
+        raise _unbelievable(checkpoint, f"{head_dim} channels a head", _MOST_CHANNELS)
 
 
 def _extent(checkpoint: Checkpoint) -> int:
